@@ -1,4 +1,4 @@
-"""One problem's arrays as every framework wants them, and what a candidate for attention is."""
+"""One problem's arrays in the form that each framework needs, and the class of candidates for attention."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _numbers(flat: Case) -> tuple[np.ndarray, ...]:
 
 
 def _draw(case: Case) -> tuple[np.ndarray, ...]:
-    """q, k, v as `case.make_inputs()` has them. A grid cuts the same numbers into other shapes: drawn once."""
-    if case.data != "normal":  # channels differ there
+    """q, k, v of `case.make_inputs()`. A grid reshapes the same numbers, which are drawn once."""
+    if case.data != "normal":  # then the data depends on the channel
         inputs = case.make_inputs()
         return inputs.q, inputs.k, inputs.v
     queries, keys = ((case.batch, length) for length in (case.q_len, case.k_len))
@@ -68,7 +68,7 @@ class Arrays:
 
     @cached_property
     def torch_bhtd(self):
-        """`[B, H, T, D]`, contiguous: how torch's own attention wants them."""
+        """`[B, H, T, D]`, contiguous: the layout of torch's own attention."""
         return tuple(x.transpose(1, 2).contiguous() for x in self.torch)
 
     @cached_property
@@ -83,7 +83,7 @@ class Arrays:
     @cached_property
     def jax(self):
         jax = load("jax")
-        device = jax.devices(self.device)[0]  # not JAX's default, which is the GPU where there is one
+        device = jax.devices(self.device)[0]  # not JAX's default, which is the GPU if there is one
         return tuple(jax.device_put(x, device) for x in self.numpy)
 
 
@@ -91,12 +91,12 @@ class Arrays:
 class Candidate(run.Candidate):
     """One way to compute attention."""
 
-    bhtd: bool = False  # the result is [B, H, T, D], not [B, T, H, D]
+    bhtd: bool = False  # whether the result is [B, H, T, D] instead of [B, T, H, D]
     precision: str | None = None
     framework: str = "torch"
-    rope: bool = False  # q and k are rotated
-    int8_pages: bool = False  # k and v are read from INT8 pages
-    int8_keys: bool = False  # k is read in INT8, v in the arrays' type: a QuantizedKV of precision "int8"
+    rope: bool = False  # whether q and k are rotated
+    int8_pages: bool = False  # whether k and v are read from INT8 pages
+    int8_keys: bool = False  # whether k is read in INT8, v in the arrays' dtype: a QuantizedKV of precision "int8"
 
     def read(self, result: Any) -> np.ndarray:
         """A result of the call as `[B, T, H, D]`."""

@@ -1,4 +1,4 @@
-"""Attention beside its peers: the suite of a preset, with errors against float64."""
+"""Attention compared with its peers: the suite of a preset, with errors against float64."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qflash import reference
 from qflash.testing import Case, errors
 from qflash.testing.timing import Call, Clock, Comparison, WallClock
 
-# Whom speed-ups are given over, where they take part.
+# Candidates that speed-ups are computed over, if they take part.
 OVER = (
     "torch SDPA", "torch FA2", "torch naive", "qflash fa_mma",
     "torch SDPA cudnn", "FlashAttention 3", "FlashAttention 3 FP8", "jax.nn cudnn",
@@ -35,7 +35,7 @@ CHECKED_ROWS = 512
 
 
 def suite_of(preset: Preset) -> Suite:
-    """What measures a preset."""
+    """The suite that measures a preset."""
     others: dict[str, Callable[[Preset], Suite]] = {OVERHEAD: Overhead, MIXED: MixedLengths, WRITE: KvWrite}
     return others.get(preset.kind, Attention)(preset)
 
@@ -43,7 +43,7 @@ def suite_of(preset: Preset) -> Suite:
 def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarray:
     """The last rows of the first head of the first sequence in float64: out, or dq of a train step or a backward pass.
 
-    Neither heads nor query rows see each other, and the diagonal is anchored at the last row, so a part is a problem.
+    Heads and query rows are independent, and the diagonal is aligned to the last row, so this part is itself a problem.
     """
     q, k, v = (x[:1, :, :1].astype(np.float64) for x in arrays.numpy)
     q = q[:, -CHECKED_ROWS:]
@@ -54,7 +54,7 @@ def exact(case: Case, arrays: Arrays, kind: str, rope: bool = False) -> np.ndarr
 
 
 class CheckedArrays(Arrays):
-    """A problem's arrays, and what a part of its result should be."""
+    """A problem's arrays, and the expected values of part of its result."""
 
     def __init__(self, case: Case, device: str, kind: str):
         super().__init__(case, device)
@@ -117,7 +117,8 @@ class Attention(Suite):
         if self.preset.framework == "jax":
             import jax
 
-            # JAX hides its stream. Calls queue up and the last is waited for, once in a sample that dwarfs the wait.
+            # JAX hides its stream. Calls are queued and the last one is waited for, once per sample, which is much
+            # longer than the wait.
             return WallClock(sync=jax.block_until_ready, settle=0), 0.02
         return super().clock()
 
@@ -125,11 +126,11 @@ class Attention(Suite):
 def peak_memory(
     case: Case, call: Callable[[], Any], preset: Preset, int8: tuple[bool, bool] = (False, False)
 ) -> dict[str, int]:
-    """Bytes of GPU memory a call needs at its peak: q, k and v, its result, and whatever else torch allocates for it.
-    int8: whether k and v are on INT8 pages, and whether k alone is in INT8.
+    """Bytes of GPU memory that a call needs at its peak: q, k and v, its result, and what else torch allocates for it.
+    int8: whether k and v are on INT8 pages, and whether only k is in INT8.
 
-    On the CPU nobody counts allocations per call, and the process's high-water mark is not the call's: no figure. Nor
-    does torch know what JAX allocates.
+    No figure on the CPU: allocations are not counted per call there, and the process's high-water mark is not the
+    call's. Nor for JAX, whose allocations torch does not track.
     """
     if preset.device != "cuda" or preset.framework != "torch":
         return {}

@@ -1,16 +1,16 @@
-"""CUDA and Triton kernels side by side: everything that the page cuda-vs-triton shows, in one command.
+"""CUDA and Triton kernels side by side: all measurements of the page cuda-vs-triton, in one command.
 
 python -m bench.beside_triton [--tutorial FILE] [--budget SECONDS] [NAME ...]
 
 writes bench/results/<machine>/NAME.jsonl for each of
 
-    triton         attention, beside PyTorch eager and compiled, FlashAttention 2 and Triton's own tutorial
+    triton         attention, next to PyTorch eager and compiled, FlashAttention 2 and Triton's own tutorial
     triton-decode  one query on a long cache
-    triton-linear  linear layers, beside PyTorch eager and compiled
-    triton-rows    softmax and rope, likewise, and beside a copy
+    triton-linear  linear layers, next to PyTorch eager and compiled
+    triton-rows    softmax and rope, likewise, and next to a copy
     triton-costs   of one problem each: a call, the first call, compilation, lines of source
 
-A run that is cut off goes on where it was when the command is given again. `qflash report` makes the tables.
+An interrupted run continues where it stopped when the command is given again. `qflash report` makes the tables.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROPE = tuple(reductions.Problem("rope", TOKENS, HEADS * HEAD_DIM, dtype) for dty
 
 
 class Linear(linear.Linear):
-    """bench.linear's candidates on fewer layers: of the kernels in CUDA, those that dispatch would choose."""
+    """bench.linear's candidates on fewer layers: only the CUDA kernels that dispatch would select."""
 
     name = LINEAR
 
@@ -62,7 +62,7 @@ class Linear(linear.Linear):
 
 
 class RopeArrays:
-    """Tokens whose heads are all rotated, by us and as it is written in PyTorch; what bench.reductions' Arrays are."""
+    """Tokens whose heads are all rotated, by qflash and by plain PyTorch; in place of bench.reductions' Arrays."""
 
     def __init__(self, problem: reductions.Problem, device: str):
         import torch
@@ -84,13 +84,13 @@ class RopeArrays:
         self.exact = rotated.reshape(first.shape)
 
     def by(self, kernel: str | None) -> Call:
-        """Our call, by a kernel."""
+        """The call of qflash on a kernel."""
         heads = self.x.view(1, self.problem.rows, -1, HEAD_DIM)
         return lambda: qflash.rope(heads, self.rope, kernel=kernel).view_as(self.x)
 
 
 class Rows(reductions.Reductions):
-    """bench.reductions' softmax, and rope in the same way, with the kernels in Triton."""
+    """bench.reductions' softmax, and rope likewise, including the Triton kernels."""
 
     def __init__(self, device: str = "cuda"):
         super().__init__(device)
@@ -116,7 +116,7 @@ class Rows(reductions.Reductions):
 
 
 def attention_table(folder: str | None = None) -> str:
-    """One table per machine with committed rows: a line per problem and candidate, and what they come to."""
+    """One table per machine with committed rows: a line per problem and candidate, and a summary."""
 
     def of(found: list[Row]) -> str:
         lines = []
@@ -183,7 +183,7 @@ SUITES: dict[str, Callable[[], Suite]] = {
 )
 @click.option("--budget", type=Seconds(), default=1.0, show_default=True, help="Seconds of timing per problem.")
 def main(names: tuple[str, ...], file: str | None, budget: float) -> None:
-    """Measure NAMES (default: all), and write their rows as they come."""
+    """Measure NAMES (default: all), and write rows as they are measured."""
     gpus, why_not = machine.gpus()
     if not gpus:
         raise click.ClickException(f"Triton's kernels run on a GPU, and here is none: {why_not}")

@@ -1,4 +1,4 @@
-"""PyTorch's compiler as a peer: a function compiled for the shapes of one problem, with the most effort."""
+"""PyTorch's compiler as a peer: a function compiled for the shapes of one problem, with maximum effort."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-# CUDA graphs are the timer's affair: the compiler's own cannot be recorded into another graph.
+# The timer makes CUDA graphs: the compiler's own cannot be captured in another graph.
 MOST_EFFORT = "max-autotune-no-cudagraphs"
 
 
 def compiled(function: Callable[..., Any], mode: str | None = MOST_EFFORT) -> Callable[..., Any]:
-    """`function` for the shapes that it is called with first, whatever was compiled before.
+    """`function` for the shapes of its first call, whatever was compiled before.
 
-    The compiler keeps its results by a function's code. Suites make a function anew for each problem, always from the
-    same code: the second shape would be compiled for any shape, and the ninth not at all. So it gets code of its own.
+    The compiler caches results by a function's code. Suites make a new function for each problem, always from the same
+    code: the second shape would be compiled for any shape, and the ninth not at all. So it gets a copy of the code.
     """
     import torch
 

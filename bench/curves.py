@@ -1,4 +1,4 @@
-"""Loss curves of examples/train_llama.py in one picture: the losses, and how far each is from the first.
+"""Loss curves of examples/train_llama.py in one picture: the losses, and the difference of each from the first.
 
 python -m bench.curves qflash.jsonl sdpa.jsonl --to curves.svg
 """

@@ -1,4 +1,4 @@
-"""What the README shows: features by device, where INT8 pays, six results, the contract. All of it is made from the
+"""Contents of the README: features by device, where INT8 pays, six results, the contract. All of it is made from the
 table of kernels, from the figures that tests enforce and from committed rows."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qflash.dispatch import VARIANTS, Kernel, choose
 from qflash.errors import NoKernelError
 from qflash.testing import compare
 
-# Column -> a Spec of that device. Every GPU since Ampere but Hopper is served by the same kernels.
+# Column -> a Spec of that device. The same kernels serve every GPU since Ampere other than Hopper.
 DEVICES = {
     "CPU": Spec("cpu", 0, "float32", 128),
     "Turing (7.5)": Spec("cuda", 75, "float16", 128),
@@ -77,7 +77,7 @@ def _chosen(spec: Spec) -> Kernel | None:
 
 
 def _linked(kernels: Iterable[Kernel]) -> str:
-    """Their names, or that of a page where it has several of them."""
+    """The names of kernels as links, or that of a page that describes several of them."""
     names: dict[str, set[str]] = {}
     for row in kernels:
         names.setdefault(row.page or row.name, set()).add(row.name)
@@ -87,7 +87,7 @@ def _linked(kernels: Iterable[Kernel]) -> str:
 
 
 def features() -> str:
-    """A line per feature: the kernel that each device chooses for it."""
+    """A line per feature: the kernel that each device selects for it."""
     lines = []
     for feature, changes in FEATURES.items():
         cells = []
@@ -103,7 +103,7 @@ _KV_WORDS = {"arrays": "k and v as arrays", "kept": "k and v from `quantize_kv`"
 
 
 def pays_from() -> str:
-    """From how many queries and keys on each quantized kernel is faster than the same device's 16-bit kernel."""
+    """The numbers of queries and keys from which each quantized kernel is faster than the device's 16-bit kernel."""
     lines = []
     for variant in VARIANTS.values():
         least = dict(variant.kernel.pays_from).get((variant.precision, variant.kv))
@@ -121,7 +121,7 @@ def pays_from() -> str:
 
 @dataclass(frozen=True)
 class Highlight:
-    """One line of results: chosen by its problem, never by what was measured."""
+    """One line of results: selected by its problem, never by the measurement."""
 
     what: str
     page: str  # of docs/results/<machine>/
@@ -159,7 +159,7 @@ def _result(one: Highlight, machine: str, rows: list[Row]) -> list[str] | None:
 
 
 def _text(machine: str, rows: list[Row]) -> list[str] | None:
-    """Text from a model, beside the faster of transformers' own ways."""
+    """Text generation, compared with the faster of transformers' own ways."""
     found = [row for row in rows if TEXT.items() <= row.items() and "skipped" not in row]
     ours = next((row for row in found if row["candidate"] == OURS), None)
     peers = [row for row in found if not row["candidate"].startswith("qflash")]
@@ -171,7 +171,7 @@ def _text(machine: str, rows: list[Row]) -> list[str] | None:
     against = f"transformers ({best['candidate'].removeprefix('HF ')}), {best['decode_tokens_s']:.0f} tokens/s"
     speed_up = ratio(ours["decode_tokens_s"] / best["decode_tokens_s"])
     speeds = [f"{ours['decode_tokens_s']:.0f} tokens/s", against, f"**{speed_up}**"]
-    return [ours["gpu"] or ours["cpu"], what, point, *speeds, ""]  # errors of the others are of float64
+    return [ours["gpu"] or ours["cpu"], what, point, *speeds, ""]  # errors of the others are relative to float64
 
 
 def results() -> str:
@@ -188,7 +188,7 @@ def results() -> str:
 
 
 def _worst(dtypes: tuple[str, ...], precision: str) -> str:
-    """The largest relative L2 error among the committed rows of our kernels in one precision."""
+    """The largest relative L2 error in the committed rows of our kernels in one precision."""
     found = [
         row["rel_l2"]
         for preset in PRESETS

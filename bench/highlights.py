@@ -1,5 +1,5 @@
-"""The few results that a kernel's page shows, at most MOST lines a machine. They are chosen by problem, never by what
-was measured: the pages of docs/results have every row."""
+"""The few results shown on a kernel's page, at most MOST lines per machine. They are selected by problem, never by the
+measurement: the pages of docs/results have every row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Attention:
     dtype: str
     ours: tuple[str, ...]
     problems: tuple[tuple[int, int, bool], ...]
-    fp8: bool = False  # a column for the peer of 8 bits
+    fp8: bool = False  # whether there is a column for the 8-bit peer
 
     def __call__(self) -> str:
         none = f"`qflash bench {self.preset}` makes them."

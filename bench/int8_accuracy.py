@@ -1,10 +1,10 @@
-"""How far quantized attention is from float64, side by side on the same inputs: qflash, 16 bits, and what others do.
+"""Errors of quantized attention against float64, on the same inputs: qflash, 16 bits, and other implementations.
 
 python -m bench.int8_accuracy   on a Hopper GPU; writes bench/results/<machine>/int8-accuracy.jsonl and its plots.
 
 Inputs: normal numbers; keys with a tenth of their channels offset; values with a mean of 3; one value in a thousand ten
-times as large (the stress test of FlashAttention 3); long sequences, where errors could pile up. q, k and v are
-bfloat16. The FP8 peers get them as E4M3: FlashAttention 3 with a scale for each head; "per-tensor FP8" is simulated in
+times as large (the stress test of FlashAttention 3); long sequences, where errors could accumulate. q, k and v are
+bfloat16. The FP8 peers get them as E4M3: FlashAttention 3 with a scale per head; "per-tensor FP8" is simulated in
 float32, with one scale for each of q, k and v, and weights in E4M3, from 0 to 448.
 """
 
@@ -32,7 +32,7 @@ _BLOCK = 1 << 26  # scores at a time
 
 @dataclass(frozen=True)
 class Problem:
-    """An input by its name in the tables, and the case that draws it."""
+    """An input by its name in the tables, and the case that generates it."""
 
     name: str
     case: Case
@@ -54,7 +54,7 @@ PROBLEMS = _problems()
 
 
 def _by_rows(tensors: Sequence[Any], causal: bool, attend: Callable[[Any, Any], Any]) -> Any:
-    """out `[B, T, H, D]` of q, k, v, head by head and some rows at a time: `attend(scores, v)` for each."""
+    """out `[B, T, H, D]` of q, k, v, one head and some rows at a time: `attend(scores, v)` for each."""
     torch = load("torch")
     q, k, v = (x.transpose(1, 2) for x in tensors)
     out = torch.empty_like(q)
@@ -73,13 +73,13 @@ def _by_rows(tensors: Sequence[Any], causal: bool, attend: Callable[[Any, Any], 
 
 
 def exact(arrays: Arrays) -> Any:
-    """Attention in float64 where the arrays are."""
+    """Attention in float64 on the device of the arrays."""
     tensors = [x.double() for x in arrays.torch]
     return _by_rows(tensors, arrays.case.causal, lambda scores, v: scores.softmax(-1) @ v)
 
 
 def per_tensor_fp8(arrays: Arrays) -> Any:
-    """What FP8 attention with one scale for each tensor gives, float32."""
+    """The result of FP8 attention with one scale per tensor, float32."""
     torch = load("torch")
 
     def rounded(x: Any) -> Any:
@@ -109,7 +109,7 @@ def metrics(got: Any, want: Any) -> dict[str, float]:
 
 
 class CheckedArrays(Arrays):
-    """A problem's arrays and the truth, where they are."""
+    """A problem's arrays and the exact result, on their device."""
 
     def __init__(self, problem: Problem, device: str):
         super().__init__(problem.case, device)
@@ -118,7 +118,7 @@ class CheckedArrays(Arrays):
 
 
 class Accuracy(Suite):
-    """Errors alone: nothing is timed."""
+    """Only errors: nothing is timed."""
 
     name = NAME
     timed = False
@@ -184,7 +184,7 @@ def table(machine: str | None = None) -> str:
 
 
 if __name__ == "__main__":
-    from bench import plot  # which knows this module by its rows
+    from bench import plot  # which recognizes this module by its rows
 
     collected = main(Accuracy(sys.argv[1] if len(sys.argv) > 1 else "cuda"))
     plot.draw_from(rows.RESULTS / collected[0]["machine"] / f"{NAME}.jsonl")

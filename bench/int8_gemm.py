@@ -1,4 +1,4 @@
-"""Measure qflash.int8_matmul beside torch's INT8 and bfloat16 products: interleaved, on random integers, sums checked.
+"""Measure qflash.int8_matmul next to torch's INT8 and bfloat16 products: interleaved, on random integers, sums checked.
 
 python -m bench.int8_gemm [cuda|cpu]   writes bench/results/<machine>/int8-gemm.jsonl; `qflash report` makes the tables.
 """
@@ -37,7 +37,7 @@ class Problem:
         return {"kind": "int8_gemm", "m": self.m, "n": self.n, "k": self.k, "b": self.layout}
 
 
-# Squares, a projection of many tokens, few tokens, few sums a product, and what no vector divides.
+# Squares, a projection of many tokens, few tokens, small k, and sizes that no vector divides.
 PROBLEMS = {
     "cuda": (
         Problem(4096, 4096, 4096),
@@ -62,7 +62,7 @@ PROBLEMS = {
 
 
 class Arrays:
-    """A problem's operands on a device: integers drawn from all of int8, and scales like those of a linear layer."""
+    """A problem's operands on a device: integers from all of int8, and scales like those of a linear layer."""
 
     def __init__(self, problem: Problem, device: str):
         import torch
@@ -76,7 +76,7 @@ class Arrays:
         self.a = integers(problem.m, problem.k)
         along_k = problem.layout == "k"
         self.b = integers(problem.n, problem.k).T if along_k else integers(problem.k, problem.n)
-        # What a GPU multiplies fastest beside INT8; torch's bfloat16 products die on some CPUs in virtual machines.
+        # The fastest dtype on a GPU after INT8; torch's bfloat16 products crash on some CPUs in virtual machines.
         wide = torch.bfloat16 if device == "cuda" else torch.float32
         self.wide_a, self.wide_b = self.a.to(wide), self.b.to(wide)
         self.a_scale = torch.rand(problem.m, generator=generator).to(device) * 0.01
@@ -84,7 +84,7 @@ class Arrays:
         self.bias = torch.randn(problem.n, generator=generator).to(device)
 
     def check(self, sums: Any) -> bool:
-        """Whether the last rows are exact: float64 holds every sum."""
+        """Whether the last rows are exact: float64 represents every sum."""
         want = self.a[-CHECKED_ROWS:].double() @ self.b.double()
         return bool((sums[-CHECKED_ROWS:].double() == want).all())
 
@@ -97,7 +97,7 @@ class Product(Candidate):
 
 
 def candidates(device: str) -> Iterator[Product]:
-    """qflash's kernels with and without scales, then what torch has."""
+    """qflash's kernels with and without scales, then torch's."""
     import torch
 
     def called(call: Callable[[Arrays], Any]) -> Callable[[Arrays], Call]:
@@ -135,7 +135,7 @@ class Gemm(Suite):
         return arrays.problem.as_dict()
 
     def check(self, arrays: Arrays, candidate: Product, call: Call, result: Any) -> bool | None:
-        """Whether sums are exact; None where they are rounded."""
+        """Whether sums are exact; None if they are rounded."""
         exact = arrays.check(result) if candidate.dtype == "int32" else None
         if exact is False:
             raise SystemExit(f"{arrays.problem}: {candidate.name} gives wrong sums")

@@ -1,8 +1,8 @@
-"""What an unfinished run has measured, problem by problem, so that a run that is cut off can go on where it was.
+"""The results of an unfinished run, problem by problem, so that an interrupted run can continue where it stopped.
 
-A file NAME.part beside the rows says in its first line what the run is: commit, machine, versions, and how it measures.
-Each further line is a problem that is done. The next run of that name takes the rows of these problems from it, where
-it is the same in all that; `rows.save` removes it.
+The first line of a file NAME.part next to the rows identifies the run: commit, machine, versions, and how it measures.
+Each further line is a finished problem. The next run of that name takes the rows of these problems from it, if all of
+that is the same; `rows.save` removes it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ Row = dict[str, Any]
 
 
 class Journal:
-    """The problems of a run that are done.
+    """The finished problems of a run.
 
-    shared: the part of a row that all of a run have. how: what else decides which rows there are and how good they are.
+    shared: the part of a row that all rows of a run share. how: what else determines the set of rows and their quality.
     """
 
     def __init__(self, shared: Row, how: Row):
         self._path = store.part_path(shared["machine"], shared["preset"])
         self._run = json.loads(json.dumps(shared | how))
-        # Of a tree that has changed since its commit, or of no commit, nobody can tell whether it is still the same.
+        # For a tree with uncommitted changes, or without a commit, it is unknown whether it is still the same.
         commit = shared.get("commit", "unknown")
         told = commit != "unknown" and not commit.endswith("+")
         self._done = _read(self._path.read_text(), self._run) if told and self._path.exists() else {}
@@ -36,11 +36,11 @@ class Journal:
         return len(self._done)
 
     def rows_of(self, case: Any) -> list[Row] | None:
-        """What was measured of a problem; None if it is still to be."""
+        """The rows measured for a problem; None if it is still to be measured."""
         return self._done.get(repr(case))
 
     def add(self, case: Any, found: list[Row]) -> None:
-        """Keep the rows of a problem: they are in the file when this returns. One without rows is tried again."""
+        """Store the rows of a problem: they are in the file on return. A problem without rows is tried again."""
         if found:
             self._write(repr(case), found)
 
@@ -52,6 +52,6 @@ class Journal:
 
 
 def _read(text: str, run: Row) -> dict[str, list[Row]]:
-    """The rows of each problem, of a file's whole lines. Nothing where it is of another run."""
+    """The rows of each problem, from a file's complete lines. Empty if it belongs to another run."""
     first, *lines = [json.loads(line) for line in text.split("\n")[:-1]] or [None]
     return dict(lines) if first == run else {}

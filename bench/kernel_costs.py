@@ -1,7 +1,7 @@
-"""What CUDA and Triton kernels of the same operation cost, in one table: a call, the first call, compilation, lines.
+"""The costs of CUDA and Triton kernels of the same operation, in one table: a call, the first call, compilation, lines.
 
-Each kernel is run in processes of its own, first with empty caches and then with what the first left in them; its
-source is counted; then all kernels of the operation are timed beside each other on the same arrays.
+Each kernel is run in separate processes, first with empty caches and then with those that the first run filled; its
+lines of source are counted; then all kernels of the operation are timed together on the same arrays.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NAME = "triton-costs"
 
 @dataclass(frozen=True)
 class Problem:
-    """What one operation is called with: `call`, an expression of q, k and v, and the kernels that serve it."""
+    """The call of one operation: `call`, an expression of q, k and v, and the kernels that serve it."""
 
     operation: str
     call: str
     shape: tuple[int, ...]
     kernels: tuple[str, ...]
-    before: str = ""  # what is made before
+    before: str = ""  # statements before the call
 
     def call_of(self, kernel: str) -> str:
         """The expression that calls a kernel."""
@@ -73,7 +73,7 @@ device, dtype = {device!r}, torch.bfloat16
 q, k, v = (torch.randn({shape}, device=device).to(dtype) for _ in range(3))
 {before}
 """
-# Imports and the device's own start are not the kernel's. Prints the seconds of the first call and of one more.
+# Imports and the device's own startup are not counted. Prints the seconds of the first call and of one more.
 FIRST_CALLS = """
 import json, time
 settle = torch.cuda.synchronize if device == "cuda" else (lambda: None)
@@ -99,7 +99,7 @@ def first_calls(problem: Problem, kernel: str, device: str) -> Row:
 
 
 def arrays_of(problem: Problem, device: str) -> str:
-    """The statements that make what a problem is called with."""
+    """The statements that make the arguments of a problem's call."""
     return ARRAYS.format(device=device, shape=problem.shape, before=problem.before)
 
 
@@ -112,7 +112,7 @@ def _run(script: str, env: dict[str, str]) -> list[float]:
 
 
 class Arrays:
-    """A problem, the names that its call is made of, and what the first calls of kernels cost."""
+    """A problem, the names used in its call, and the costs of the kernels' first calls."""
 
     def __init__(self, problem: Problem, device: str):
         self.problem, self.device = problem, device
@@ -120,7 +120,7 @@ class Arrays:
         exec(arrays_of(problem, device), self.names)
 
     def call(self, kernel: str) -> Call:
-        """A kernel's call here, once processes that had not called it have."""
+        """A kernel's call here, after its first calls were timed in processes that had not called it."""
         self.costs[kernel] = first_calls(self.problem, kernel, self.device)
         call: Call = eval(f"lambda: {self.problem.call_of(kernel)}", self.names)
         return call
@@ -153,7 +153,7 @@ class Costs(Suite):
         return about | arrays.costs[candidate.kernel] | {"lines": own, "lines_with_included": whole}
 
     def rivals(self, candidate: Candidate) -> tuple[str, ...]:
-        """A kernel in Triton is held against those in CUDA."""
+        """A Triton kernel is compared with the CUDA kernels."""
         if dispatch.BY_NAME[candidate.kernel or ""].backend != "triton":
             return ()
         return tuple(f"qflash {row.name}" for row in dispatch.KERNELS if row.backend != "triton")

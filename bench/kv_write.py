@@ -1,6 +1,6 @@
-"""New tokens into the pages of a cache: `qflash.paged_write` of one token a sequence, rotated, beside a plain scatter.
+"""New tokens into the pages of a cache: `qflash.paged_write` of one rotated token per sequence, and a plain scatter.
 
-What it leaves is checked by the replay, bit by bit, before it is timed.
+The written pages are checked against the replay, bit by bit, before timing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCATTER = "torch index_put"
 
 
 class Tokens:
-    """A token for each sequence of a case; the last pages of sequences are filled to different places."""
+    """A token for each sequence of a case; the last pages of sequences are filled to different positions."""
 
     def __init__(self, case: Case, device: str, page_size: int):
         self.case, self.device, self.page_size = case, device, page_size
@@ -41,7 +41,7 @@ class Tokens:
 
     @cached_property
     def scattered(self) -> tuple[Any, ...]:
-        """Pools, tokens, and the page and slot that each token goes to, for a scatter."""
+        """Pools, tokens, and the page and slot of each token, for a scatter."""
         torch, x = load("torch"), self.written(False)
         kv = on_device(x, self.to_device)
         last = torch.tensor([length - 1 for length in self._lens], device=self.device)
@@ -67,7 +67,7 @@ def writes(kernel: str, page_size: int) -> Candidate:
 
 
 def scatter() -> Candidate:
-    """Two launches that store k and v as they are: neither rotated nor quantized."""
+    """Two launches that store k and v unchanged: neither rotated nor quantized."""
 
     def make(tokens: Tokens) -> Call:
         k_pages, v_pages, k, v, pages, slots = tokens.scattered

@@ -1,4 +1,4 @@
-"""What a GPU can do at most: the roofs that rooflines and speed plots draw."""
+"""Upper bounds of a GPU's performance: the roofs in rooflines and speed plots."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ def compute(folder: str) -> list[Limit]:
 
 
 def of_rows(folder: str, dtype: str, quantized: bool) -> list[Limit]:
-    """The roofs over rows of one dtype; quantized: some of them multiply 8 bits."""
+    """The roofs for rows of one dtype; quantized: some of them multiply in 8 bits."""
     kinds = [FLOAT32] if dtype == "float32" else [SIXTEEN_BITS, *([INT8] if quantized else [])]
     return [roofs[folder] for roofs in kinds if folder in roofs]

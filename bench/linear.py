@@ -1,4 +1,4 @@
-"""Measure qflash.linear and qflash.swiglu beside PyTorch's ways to compute the same: interleaved, results checked.
+"""Measure qflash.linear and qflash.swiglu next to PyTorch's ways to compute the same: interleaved, results checked.
 
 python -m bench.linear [cuda|cpu]   writes bench/results/<machine>/linear.jsonl; `qflash report` makes the tables.
 """
@@ -18,22 +18,22 @@ from qflash.testing.timing import Call, Comparison
 
 NAME = "linear"
 CHECKED_ROWS = 64
-# Whom speed-ups are given over. "torch product" is the product alone: what nothing behind it can be faster than.
+# Candidates that speed-ups are computed over. "torch product" is the matrix product alone, the best possible time.
 EAGER, COMPILED, EPILOGUE, PRODUCT = "torch", "torch.compile", "torch._addmm_activation", "torch product"
 OVER = (EAGER, COMPILED, EPILOGUE, PRODUCT)
-# Of the result, relative L2: a rounding to the dtype, or what quantizing both operands costs.
+# Relative L2 errors of the result: from rounding to the dtype, or from quantizing both operands.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 5e-3}
 LARGEST_INT8_ERROR = 3e-2
 
 
 @dataclass(frozen=True)
 class Problem:
-    """out [m, n] of x [m, k] and weights [n, k] as PyTorch keeps them; n columns of each, where there are two."""
+    """out [m, n] of x [m, k] and weights [n, k], PyTorch's layout; n columns of each, if there are two."""
 
     m: int
     n: int
     k: int
-    activation: str | None = None  # None, "gelu_tanh" or "swiglu"; with one there is a bias, too
+    activation: str | None = None  # None, "gelu_tanh" or "swiglu"; with an activation there is a bias, too
 
     @property
     def operations(self) -> float:
@@ -44,7 +44,7 @@ class Problem:
 
 
 _LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 8192, 2048))
-# n x k of the layers of models: Llama 3 8B and 70B (qkv, o, gate and up, down), then Qwen 2.5 7B (up, down).
+# n x k of model layers: Llama 3 8B and 70B (qkv, o, gate and up, down), then Qwen 2.5 7B (up, down).
 _LLM = (
     (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (8192, 8192), (57344, 8192),
     (8192, 28672), (18944, 3584), (3584, 18944),
@@ -68,13 +68,13 @@ PROBLEMS = {
 
 
 class Arrays:
-    """A problem's operands on a device: normal numbers, weights of which results are near 1."""
+    """A problem's operands on a device: normal numbers, with weights such that results are near 1."""
 
     def __init__(self, problem: Problem, device: str):
         import torch
 
         self.problem = problem
-        # torch's bfloat16 products die on some CPUs in virtual machines.
+        # torch's bfloat16 products crash on some CPUs in virtual machines.
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         generator = torch.Generator(device).manual_seed(1)
 
@@ -89,7 +89,7 @@ class Arrays:
         self.bias = normal(problem.n) if problem.activation == "gelu_tanh" else None
 
     def error(self, out: Any) -> float:
-        """Of the last rows, relative L2, against float64."""
+        """The relative L2 error of the last rows, against float64."""
         import torch.nn.functional as F
 
         x = self.x[-CHECKED_ROWS:].double()
@@ -107,11 +107,11 @@ class Layer(Candidate):
     """One way to compute a layer."""
 
     int8: bool = False
-    product: bool = False  # without what follows the product
+    product: bool = False  # without the epilogue
 
 
 def of_torch(problem: Problem) -> Callable[[Any, Any, Any], Any]:
-    """The layer as it is written in PyTorch, a function of x, weight and bias."""
+    """The layer in plain PyTorch, a function of x, weight and bias."""
     import torch.nn.functional as F
 
     if problem.activation == "swiglu":
@@ -140,7 +140,7 @@ def _ours(arrays: Arrays, kernel: str | None, int8: bool = False) -> Call:
 
 
 def candidates(problem: Problem, device: str) -> Iterator[Layer]:
-    """qflash's kernels, with the quantization of x where it is INT8; then what torch has."""
+    """qflash's kernels, including the quantization of x for INT8; then torch's."""
     import torch
     import torch.nn.functional as F
 
@@ -150,7 +150,7 @@ def candidates(problem: Problem, device: str) -> Iterator[Layer]:
             make = lambda x, kernel=row.name, int8=int8: _ours(x, kernel, int8)  # noqa: E731
             yield Layer(f"qflash {row.name}{what}", make, row.name, int8)
     layer = of_torch(problem)
-    if problem.activation:  # else both are the product, and the compiler takes half a minute to find that out
+    if problem.activation:  # else both are the matrix product, and the compiler takes half a minute to find that out
         yield Layer(EAGER, lambda x: tried(lambda: layer(x.x, x.weight, x.bias)))
         made = compiled(layer)
         yield Layer(COMPILED, lambda x: tried(lambda: made(x.x, x.weight, x.bias)))
@@ -177,7 +177,7 @@ class Linear(Suite):
         return arrays.problem.as_dict()
 
     def check(self, arrays: Arrays, candidate: Layer, call: Call, result: Any) -> float | None:
-        """The error; None of a candidate that leaves something out."""
+        """The error; None for a candidate that omits something."""
         if candidate.product and arrays.problem.activation:
             return None
         error = arrays.error(result)

@@ -1,7 +1,7 @@
-"""Measure the gradients of qflash.linear and qflash.swiglu beside PyTorch's: interleaved, results checked.
+"""Measure the gradients of qflash.linear and qflash.swiglu next to PyTorch's: interleaved, results checked.
 
 python -m bench.linear_backward [cuda|cpu]   writes bench/results/<machine>/linear-backward.jsonl; `qflash report` makes
-the tables. The forward pass ran once, before, and is not counted.
+the tables. The forward pass ran once, beforehand, and is not counted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from qflash.testing.timing import Call, Comparison
 
 NAME = "linear-backward"
 CHECKED = 64  # rows of dx, columns of dw
-# Whom speed-ups are given over. "torch products" are dx and dw alone, of a gradient that is there: what nothing with
-# slopes and sums beside them can be faster than.
+# Candidates that speed-ups are computed over. "torch products" computes only dx and dw, from a given gradient: a lower
+# bound for everything that also computes slopes and sums.
 EAGER, COMPILED, PRODUCTS = "torch", "torch.compile", "torch products"
 OVER = (EAGER, COMPILED, PRODUCTS)
-# Of dx and dw, relative L2: h and dh are rounded to the dtype on the way.
+# Relative L2 errors of dx and dw: h and dh are rounded to the dtype.
 LARGEST_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
 _LARGE = ((8192, 8192, 8192), (4096, 4096, 4096), (16384, 8192, 2048))
 _LLM = ((6144, 4096), (4096, 4096), (4096, 14336), (10240, 8192), (3584, 18944))  # n x k, as in bench/linear.py
@@ -54,27 +54,27 @@ class Arrays(linear.Arrays):
 
     @cached_property
     def layer(self) -> tuple[Any, list[Any], tuple[Any, ...]]:
-        """The operation, its arrays, and the words of a call that keeps what its gradient takes."""
+        """The operation, its arrays, and the other arguments of a call that saves what the gradient needs."""
         if self.up is not None:
             return SWIGLU, [self.x, self.w, self.up, None, None, None], (None, True, None)
         return LINEAR, [self.x, self.w, self.bias, None], (self.problem.activation, None, True, None)
 
     @cached_property
     def given(self) -> list[Any]:
-        """What the operation of the gradients takes."""
+        """The arguments of the gradient operation."""
         op, arrays, words = self.layer
         _, *kept = run(op, arrays, words)
         named = op.named(arrays) | dict(zip(op.results[1:], kept, strict=False)) | {"dout": self.dout}
         return [named.get(name) for name in op.gradient.op.arrays]
 
     def gradient_error(self, dx: Any, dw: Any) -> float:
-        """Of the last rows of dx and the last columns of dw (of swiglu, gate's), relative L2, against float64."""
+        """The relative L2 error of the last rows of dx and last columns of dw (of swiglu, gate's), against float64."""
         wants = self._dx(slice(-CHECKED, None)), self._dw(slice(-CHECKED, None))
         parts = dx[-CHECKED:], dw[:, -CHECKED:]
         return max(float((part.double() - want).norm() / want.norm()) for part, want in zip(parts, wants, strict=True))
 
     def _slopes(self, rows: slice, columns: slice) -> list[Any]:
-        """dh and, of swiglu, du: that part of them."""
+        """These rows and columns of dh and, for swiglu, of du."""
         import torch
 
         x, weights = self.x[rows].double(), [self.w, *([] if self.up is None else [self.up])]
@@ -105,7 +105,7 @@ def _ours(arrays: Arrays, kernel: str) -> Call:
 def _compiled(problem: Problem) -> Callable[[Any, Any, Any], Any]:
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # else a backward pass may be run but once
+    torch._functorch.config.donated_buffer = False  # otherwise a backward pass can run only once
     return compiled(of_torch(problem))
 
 
@@ -124,7 +124,7 @@ def _autograd(arrays: Arrays, layer: Callable[[Any, Any, Any], Any]) -> Call:
 
 
 def _products(arrays: Arrays) -> Call:
-    """dx and the gradient of the weight, as PyTorch keeps it, from the gradient of the product, whatever that is."""
+    """dx and the weight's gradient, in PyTorch's layout, from an arbitrary gradient of the product."""
     import torch
 
     dh = torch.cat([arrays.dout] * (1 if arrays.up is None else 2), dim=1)
@@ -132,7 +132,7 @@ def _products(arrays: Arrays) -> Call:
 
 
 def candidates(arrays: Arrays, device: str) -> Iterator[Candidate]:
-    """qflash's kernels, named or not; then what torch has."""
+    """qflash's kernels, then torch's."""
     for row in kernels_of("linear_backward", device):
         yield Candidate(f"qflash {row.name}", partial(_ours, kernel=row.name), row.name)
     layer = of_torch(arrays.problem)
@@ -146,7 +146,7 @@ class LinearBackward(Suite):
     name = NAME
     over = OVER
     budget = 1.0
-    graph = False  # autograd computes on the stream of its forward pass, which no graph records
+    graph = False  # autograd computes on the stream of its forward pass, which a graph cannot capture
 
     def __init__(self, device: str):
         self.device, self.cases = device, PROBLEMS[device]
@@ -161,7 +161,7 @@ class LinearBackward(Suite):
         return arrays.problem.as_dict() | {"kind": "linear backward"}
 
     def check(self, arrays: Arrays, candidate: Candidate, call: Call, result: Any) -> float | None:
-        """The larger error of dx and dw; None of the products alone."""
+        """The larger error of dx and dw; None for the products alone."""
         if candidate.name == PRODUCTS:
             return None
         error = arrays.gradient_error(*result[:2])

@@ -1,7 +1,7 @@
-"""Decoding of sequences whose lengths differ, beside a batch of equal lengths that reads as many bytes.
+"""Decoding of sequences of different lengths, compared with a batch of equal lengths that reads as many bytes.
 
-Both batches of a candidate are timed in the same rounds, so that a speed-up over its equal lengths is the share of the
-bandwidth that different lengths leave it: 1 where the work is dealt out evenly.
+Both batches of a candidate are timed in the same rounds, so the speed-up over its equal lengths is the share of the
+bandwidth that remains with different lengths: 1 if the work is evenly distributed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OneBatch(Candidate):
 
 
 def equal_lengths(lens: tuple[int, ...]) -> tuple[int, ...]:
-    """As many sequences and tokens, of lengths that differ by one token at most."""
+    """As many sequences and tokens, with lengths that differ by at most one token."""
     each, more = divmod(sum(lens), len(lens))
     return tuple(each + (index < more) for index in range(len(lens)))
 
@@ -101,7 +101,7 @@ def _made(one: Candidate, lengths: str, arrays: BothBatches) -> Call:
 
 
 def table(machine: str | None = None) -> str:
-    """One table per machine with committed rows: a line per candidate, its rate on both batches."""
+    """One table per machine with committed rows: a line per candidate, with its rate on both batches."""
 
     def of(found: list[Row]) -> str:
         by_batch = {(row["of"], row["lengths"]): row for row in found}

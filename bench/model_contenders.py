@@ -1,4 +1,4 @@
-"""Ways to generate text with a model of transformers, each as a call that also notes when the first token was known."""
+"""Ways to generate text with a model of transformers, each as a call that also records the time of the first token."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class First:
     at: float = 0.0
 
     def note(self, logits: Any) -> None:
-        """Of the calls of a run the first one counts."""
+        """Record the first call of a run; later ones are ignored."""
         if self.logits is None:
             synchronize(logits)
             self.at = time.perf_counter()
             self.logits = logits[:2].detach().float().clone()
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """As a logits processor of transformers, which adds no launch."""
+        """A logits processor for transformers, which adds no launch."""
         self.note(scores)
         return scores
 
 
-Generate = Callable[[Any, int, First], Any]  # ids, how many new tokens: the new tokens, [B, n]
+Generate = Callable[[Any, int, First], Any]  # ids, number of new tokens -> the new tokens, [B, n]
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`change` is what is done to the model for good before `start(model, ids, count)` gives the call to time."""
+    """`change` modifies the model permanently, before `start(model, ids, count)` returns the call to time."""
 
     key: str
     name: str
@@ -67,8 +67,8 @@ def _transformers(model: Any, ids: Any, count: int, static: bool = False) -> Ite
 
 
 def _forget(model: Any) -> None:
-    """What transformers keeps of other batches: a static cache is never made shorter than one before it was, and a
-    compiled step would serve several sizes, which makes it slower."""
+    """Remove what transformers keeps from other batches: a static cache never becomes shorter than an earlier one, and
+    a compiled step would serve several sizes, which makes it slower."""
     import torch
 
     for name in ("_previous_max_cache_length", "_cache", "_compiled_call"):
@@ -106,7 +106,7 @@ def _static(model: Any, ids: Any, count: int) -> Any:
 
 @contextmanager
 def _static_by_qflash(model: Any, ids: Any, count: int) -> Iterator[Generate]:
-    """transformers' own loop and compiler, over our operators."""
+    """transformers' own loop and compiler, with our operators."""
     from qflash.integrations.transformers import register
 
     register()
@@ -142,18 +142,18 @@ CHANGES: tuple[Change, ...] = ("", "joined", "int8")
 
 
 def changed(model: Any, change: Change) -> bool:
-    """Do to a model what contenders of a change do; False: there is nothing to change."""
+    """Apply a change of contenders to a model; False: there is nothing to change."""
     from qflash.integrations.transformers import fuse_projections, quantize_linears
 
     if change == "joined":
         return bool(fuse_projections(model))
     if change == "int8":
-        quantize_linears(model)  # joins the same layers
+        quantize_linears(model)  # merges the same layers
     return True
 
 
 def synchronize(x: Any) -> None:
-    """Wait for the device that an array is on."""
+    """Wait for the device of an array."""
     if x.device.type == "cuda":
         import torch
 

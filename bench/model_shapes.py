@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 SEED = 0
-_SPECIAL = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}  # nothing ends a text early
+_SPECIAL = {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None}  # no text ends early
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A configuration of transformers, and the most tokens that it has positions for."""
+    """A configuration of transformers, and the maximum number of tokens that it has positions for."""
 
     name: str
     config: str
@@ -51,7 +51,7 @@ SHAPES = {
 
 
 def build(shape: Shape, device: str, dtype: str) -> Any:
-    """The model on a device, in eval mode: the same weights in every call."""
+    """The model on a device, in eval mode, with the same weights in every call."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -64,7 +64,7 @@ def build(shape: Shape, device: str, dtype: str) -> Any:
 
 
 def cache_bytes(config: Any, tokens: int, item_bytes: int, int8: bool = False) -> int:
-    """Keys and values of so many tokens in all layers; those of INT8 have a float32 scale for each token and head."""
+    """Bytes of the keys and values of that many tokens in all layers; INT8 adds a float32 scale per token and head."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * tokens * heads * (head_dim + 4 if int8 else head_dim * item_bytes)

@@ -1,15 +1,15 @@
-"""Text from whole models of transformers: time to the first token, tokens a second, memory; beside transformers' ways.
+"""Generation with whole models of transformers, and its own ways: time to the first token, tokens per second, memory.
 
 python -m bench.models [cuda|cpu] [--quick] [--models llama-1b --batches 1,8 --prompts 900 --contenders hf,qflash]
                        [--missing] [--limit 400]
 
 adds to bench/results/<machine>/models.jsonl; `qflash report` makes the tables. A command measures a part: rows of the
-points that it measures replace those that were there, and others stay. With --missing it leaves out what has a row, so
-that one command, called again and again, measures everything, --limit seconds at a time.
+points that it measures replace existing ones, and others stay. With --missing it omits everything that has a row, so
+that one command, called repeatedly, measures everything, --limit seconds at a time.
 
-Each contender runs once unseen, which compiles and captures, and then up to three times. The first token is known when
-the device has its logits; tokens a second of decoding are those after it. `captured` of a row says whether the step was
-compiled, or a CUDA graph.
+Each contender runs once untimed, which compiles and captures, and then up to three times. The time of the first token
+is when the device has its logits; tokens per second of decoding count the later ones. `captured` of a row says whether
+the step was compiled, or a CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from qflash import machine
 
 NAME = "models"
 NEW = 128
-DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # torch's bfloat16 products die on some CPUs in virtual machines
-# Of the first logits against sdpa's, relative L2: of 16 bits through all layers, or of INT8 somewhere in them.
+DTYPES = {"cuda": "bfloat16", "cpu": "float32"}  # torch's bfloat16 products crash on some CPUs in virtual machines
+# Relative L2 errors of the first logits against sdpa's: from 16 bits through all layers, or from INT8 in some of them.
 LARGEST_ERROR, LARGEST_INT8_ERROR = 0.1, 0.3
-KEY = ("model", "B", "prompt", "candidate")  # what tells rows apart
+KEY = ("model", "B", "prompt", "candidate")  # identifies a row
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Run:
     new_tokens: int = NEW
     runs: int = 3
     seconds: float = 20.0  # of a contender at a point, after which it is not run again
-    limit: float = 400.0  # of everything, after which nothing is begun
+    limit: float = 400.0  # of the whole run, after which nothing new is started
     done: set[tuple[Any, ...]] = field(default_factory=set)  # keys of rows that are not measured again
     begun: float = field(default_factory=time.monotonic)
 
@@ -73,7 +73,7 @@ class Run:
 
 
 def measure(run: Run, tell: Callable[[str], None] = lambda text: None) -> Iterator[Row]:
-    """Rows as they come, without where they are from. What time did not allow is told at the end."""
+    """Yield rows as they are measured, without provenance. Reports at the end what was omitted for lack of time."""
     left = []
     for name, point in itertools.product(run.models, run.points):
         if point.prompt >= SHAPES[name].positions:
@@ -96,7 +96,7 @@ def measure(run: Run, tell: Callable[[str], None] = lambda text: None) -> Iterat
 def _measure_model(
     run: Run, shape: Shape, change: Any, todo: Sequence[tuple[Point, Contender]]
 ) -> Iterator[tuple[Point, Contender, Row | None]]:
-    """Rows of contenders that want the model changed alike, None in the place of one that time did not allow."""
+    """Rows of contenders with the same change of the model, with None for one omitted for lack of time."""
     model = build(shape, run.device, DTYPES[run.device])
     about = {"kind": NAME, "model": shape.name, "parameters": sum(x.numel() for x in model.parameters())}
     about["dtype"] = DTYPES[run.device]
@@ -135,7 +135,7 @@ def _tried(run: Run, model: Any, point: Point, one: Contender, count: int, refer
     """Figures, or why there are none."""
     try:
         return _figures(run, model, _prompts(model, point), one, count, references[point])
-    except Exception as error:  # whatever it is, the others are measured, and the table says it
+    except Exception as error:  # whatever the error is, the others are measured, and the table contains it
         traceback.print_exc()
         return {"skipped": refusal(error) or f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:120]}
     finally:
@@ -155,7 +155,7 @@ def _figures(run: Run, model: Any, ids: Any, one: Contender, count: int, referen
             end = time.perf_counter()
             if tuple(new.shape) != (len(ids), asked):
                 return {"skipped": f"it made tokens of shape {tuple(new.shape)}"}
-            if index:  # the first one compiled and captured
+            if index:  # the first run compiled and captured
                 firsts.append(first.at - start)
                 totals.append(end - start)
                 if time.monotonic() - begun > run.seconds:
@@ -173,7 +173,7 @@ def _figures(run: Run, model: Any, ids: Any, one: Contender, count: int, referen
 
 
 def rates(batch: int, count: int, firsts: Sequence[float], totals: Sequence[float]) -> Row:
-    """Figures of runs, the medians; firsts, totals: seconds to the first token and to the last."""
+    """Figures of runs, as medians; firsts, totals: seconds to the first token and to the last."""
     first, total = statistics.median(firsts), statistics.median(totals)
     decode = statistics.median(total - first for first, total in zip(firsts, totals, strict=True))
     return {
@@ -208,7 +208,7 @@ def _reset_peak(device: str) -> None:
 
 
 def _free(device: str) -> None:
-    """Give memory of the last contender back, so that it is not counted to the next."""
+    """Free memory of the last contender, so that it is not counted for the next."""
     gc.collect()
     if device == "cuda":
         import torch
@@ -220,7 +220,7 @@ def _free(device: str) -> None:
 
 
 def merged(old: Sequence[Row], new: Sequence[Row]) -> list[Row]:
-    """New rows in the place of old ones of the same point, all in the order of models, points and contenders."""
+    """New rows replace old ones of the same point; all in the order of models, points and contenders."""
     by_key = {key_of(row): row for row in (*old, *new)}
     names = [one.name for one in CONTENDERS.values()]
     models = list(SHAPES)
@@ -269,7 +269,7 @@ def _gigabytes(count: int | None) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[Run, bool]:
-    """What a command line asks for, and whether rows that are there are left out."""
+    """What a command line requests, and whether existing rows are omitted."""
     parser = argparse.ArgumentParser(description="Measure generation with whole models, beside transformers' ways.")
     parser.add_argument("device", choices=tuple(DTYPES), nargs="?", default="cuda")
     parser.add_argument("--quick", action="store_true", help="one model, one point, 32 tokens, one run")
@@ -329,7 +329,7 @@ def _names(parser: argparse.ArgumentParser, what: str, text: str, allowed: Any) 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Rows are written as they come, so that one that is stopped has those it made."""
+    """The command. Rows are written as they are measured, so that an interrupted run keeps them."""
     run, only_missing = parse(arguments)
     set_threads(None)
     shared = {"preset": NAME} | rows.provenance(run.device)

@@ -1,4 +1,4 @@
-"""What one call costs before any arithmetic: tiny arrays, every front end, beside the frameworks' own attention.
+"""The cost of one call without its arithmetic: tiny arrays, every front end, next to the frameworks' own attention.
 
 `qflash bench cpu-overhead cuda-overhead` measures it. On CUDA it is the host's time: launches are not waited for.
 """
@@ -36,7 +36,7 @@ class Way(Candidate):
 
 
 class Overhead(Suite):
-    """The ways of a preset, one thread each: waking a second one is no part of what is asked for."""
+    """The ways of a preset, with one thread each: waking a second one is not part of the cost in question."""
 
     def __init__(self, preset: Preset):
         self.name, self.device, self.cases = preset.name, preset.device, preset.cases
@@ -58,7 +58,7 @@ class Overhead(Suite):
         return (candidate.peer,) if candidate.peer else ()
 
     def clock(self) -> tuple[Clock, float]:
-        # Calls follow one another without a pause, as they do in a loop over layers.
+        # Calls follow each other without a pause, as in a loop over layers.
         return HostClock() if self.device == "cuda" else WallClock(settle=0), 1e-3
 
     def time(self, calls: Mapping[str, Call], **options: Any) -> Comparison:
@@ -71,7 +71,7 @@ class Overhead(Suite):
 
 
 def ways(arrays: Arrays) -> Iterator[Way]:
-    """Every way this machine has; frameworks that are not installed are left out."""
+    """Every way that this machine supports; frameworks that are not installed are omitted."""
     on_cuda = (_torch_ways, _paged_ways, _kv_ways, _fa3_ways)
     on_cpu = (_numpy_ways, _torch_ways, _paged_ways, _torch_train_ways, _jax_ways)
     for more in on_cuda if arrays.device == "cuda" else on_cpu:
@@ -129,7 +129,7 @@ def _torch_ways(arrays: Arrays) -> Iterator[Way]:
 
 
 def _paged_ways(arrays: Arrays) -> Iterator[Way]:
-    """A decode step of one layer: a token's keys and values into its page, and one query on all that are there."""
+    """A decode step of one layer: write a token's keys and values to its page, attend to all tokens with one query."""
     load("torch")
     (q, k, v), case = arrays.torch, arrays.case
     cache = qflash.KVCache(
@@ -145,7 +145,7 @@ def _paged_ways(arrays: Arrays) -> Iterator[Way]:
 
 
 def _kv_ways(arrays: Arrays) -> Iterator[Way]:
-    """Attention on keys and values that were quantized beforehand. Where no kernel has them, the way says so."""
+    """Attention on keys and values that were quantized beforehand. If no kernel supports them, the way reports that."""
     load("torch")
     q, k, v = arrays.torch
     for row in variants_of("attention", arrays.device, "kept"):

@@ -18,8 +18,8 @@ from qflash.testing import Case
 from qflash.testing.runner import to_numpy
 from qflash.testing.timing import Call
 
-UNIT = 256  # tokens of the largest page; a sequence's tokens are drawn in whole units, which smaller pages divide
-MEAN_UNITS = 16  # whose keys the mean of INT8 pages is taken of, as that of a prompt would be
+UNIT = 256  # tokens of the largest page; a sequence's tokens are drawn in full units, which smaller pages divide
+MEAN_UNITS = 16  # units whose keys the mean of INT8 pages is computed from, like that of a prompt
 
 
 class PagedArrays(Arrays):
@@ -38,7 +38,7 @@ class PagedArrays(Arrays):
 
     @cached_property
     def tokens(self) -> tuple[Any, Any]:
-        """k and v, `[units, 256, Hkv, D]`, a sequence after another; what is past the end of one is not read."""
+        """k and v, `[units, 256, Hkv, D]`, with sequences concatenated; data past the end of a sequence is not read."""
         k, v = (self._draw(seed, sum(self._units), UNIT, self.case.kv_heads) for seed in (1, 2))
         return k, v
 
@@ -50,7 +50,7 @@ class PagedArrays(Arrays):
 
     @cached_property
     def torch(self) -> tuple[Any, Any, Any]:
-        """q, k and v as arrays, where all sequences have the same number of whole units."""
+        """q, k and v as arrays, if all sequences have the same number of full units."""
         if len(set(self.lens)) > 1 or self.lens[0] % UNIT:
             raise Unavailable("it takes arrays, and these sequences have different lengths")
         k, v = (x.view(self.case.batch, self.lens[0], *x.shape[2:]) for x in self.tokens)
@@ -62,11 +62,11 @@ class PagedArrays(Arrays):
         return load("torch").tensor(self.lens, dtype=load("torch").int32, device=self.device)
 
     def pages_of(self, page_size: int) -> list[int]:
-        """How many pages each sequence needs."""
+        """The number of pages that each sequence needs."""
         return [-(-length // page_size) for length in self.lens]
 
     def order(self, page_size: int) -> Any:
-        """int64 `[pages]`: where each page of `tokens` stands in a pool, shuffled."""
+        """int64 `[pages]`: the shuffled position of each page of `tokens` in a pool."""
         torch = load("torch")
         count = sum(self._units) * (UNIT // page_size)
         return torch.randperm(count, generator=torch.Generator().manual_seed(self.case.seed)).to(self.device)
@@ -95,7 +95,7 @@ class PagedArrays(Arrays):
         return found
 
     def kv(self, page_size: int, int8: bool) -> qflash.PagedKV:
-        """What `qflash.attention` takes."""
+        """The argument for `qflash.attention`."""
         table = self.page_table(page_size)
         if not int8:
             return qflash.PagedKV(*self.pools(page_size, "phtd"), table, self.torch_lens)
@@ -105,7 +105,7 @@ class PagedArrays(Arrays):
         pools = [torch.zeros((pages, heads, page_size, head_dim), dtype=torch.int8, device=self.device) for _ in "kv"]
         scales = [torch.zeros((pages, heads, page_size), device=self.device) for _ in "kv"]
         mean = self.tokens[0][:MEAN_UNITS].float().mean((0, 1))
-        # Every page is written as a sequence of its own, which is full.
+        # Every page is written as a separate sequence, which is full.
         full = torch.full((pages,), page_size, dtype=torch.int32, device=self.device)
         alone = qflash.PagedKV(*pools, self.order(page_size).int()[:, None], full, *scales, k_mean=mean)
         qflash.paged_write(alone, k, v)
@@ -120,7 +120,7 @@ class PagedArrays(Arrays):
 
 
 def qflash_pages(kernel: str, page_size: int) -> Candidate:
-    """A kernel on pages that hold the tokens already."""
+    """A kernel on pages that already contain the tokens."""
     variant = dispatch.VARIANTS[kernel]
     int8 = variant.kv == "pages_int8"
 

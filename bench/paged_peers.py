@@ -1,4 +1,4 @@
-"""Who else decodes: FlashAttention 3 on a cache and FlashInfer, on arrays and on pages."""
+"""Peers for decoding: FlashAttention 3 with a cache and FlashInfer, on arrays and on pages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qflash.testing.timing import Call
 
 FA3_MODULES = ("flash_attn_interface", "fa3_fwd_interface")
 FLASHINFER_WORKSPACE = 256 << 20  # bytes; twice what its documentation recommends
-FLASHINFER_PAGE = 16  # tokens: arrays are handed over as pages of so many that lie one after another
-TENSOR_CORES_FROM = 4  # query heads of a KV head: from here on FlashInfer is faster with them
+FLASHINFER_PAGE = 16  # tokens: arrays are passed as contiguous pages of this size
+TENSOR_CORES_FROM = 4  # query heads per KV head from which FlashInfer is faster with them
 
 
 def _with_cache() -> Any:
-    """FlashAttention 3's call for decoding, which splits keys over blocks by a heuristic of its own."""
+    """FlashAttention 3's call for decoding, which splits keys over blocks by its own heuristic."""
     module = load(*FA3_MODULES)
     function = getattr(module, "flash_attn_with_kvcache", None)
     if function is None:
@@ -49,9 +49,9 @@ def flash_attn_3_pages(page_size: int) -> Candidate:
 
 
 def _planned(q: Any, k: Any, v: Any, indices: Any, lens: tuple[int, ...], page_size: int, layout: str) -> Call:
-    """FlashInfer's call on pools k and v, planned once: its plan is the host's work and is not timed.
+    """FlashInfer's call on pools k and v, planned once: its plan runs on the host and is not timed.
 
-    indices: the pages of all sequences, one after another.
+    indices: the pages of all sequences, concatenated.
     """
     flashinfer, torch = load("flashinfer"), load("torch")
     int32 = {"dtype": torch.int32, "device": q.device}

@@ -1,7 +1,7 @@
-"""Who runs a problem: qflash's kernels through each front end, and what one would use instead of them.
+"""The candidates of a problem: qflash's kernels through each front end, and their alternatives.
 
-A candidate gets the same numbers in the layout it likes best; conversion is never timed. Building one raises
-`Unavailable` with the reason when it cannot serve the problem here.
+A candidate gets the same numbers in its preferred layout; conversion is never timed. Building one raises `Unavailable`
+with the reason if it does not support the problem here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def qflash_jax(kernel: str) -> Candidate:
 
 
 def qflash_quantized(kernel: str) -> Candidate:
-    """A kernel that takes q and k quantized beforehand, which is not timed: as precision="int8" quantizes them."""
+    """A kernel on q and k quantized beforehand, which is not timed: in the same way as by precision="int8"."""
 
     def make(arrays: Arrays) -> Call:
         q, k, v = arrays.torch
@@ -84,7 +84,7 @@ def _kept(arrays: Arrays, kernel: str) -> qflash.QuantizedKV:
 
 
 def qflash_kv(kernel: str) -> Candidate:
-    """A kernel on a QuantizedKV: k and v were quantized beforehand, which is not timed; q is, with the kernel."""
+    """A kernel on a QuantizedKV: k and v were quantized beforehand, which is not timed; q is quantized in the call."""
 
     def make(arrays: Arrays) -> Call:
         q, kv, causal = arrays.torch[0], _kept(arrays, kernel), arrays.case.causal
@@ -97,9 +97,9 @@ def qflash_kv(kernel: str) -> Candidate:
 
 
 def qflash_alone(kernel: str) -> Candidate:
-    """The same without the quantization of q: its entry, called without a q, takes what the call before left of one.
+    """The same without the quantization of q: without a q, the kernel's entry uses the quantized q of the last call.
 
-    That call is made once, with q, so what is timed computes the same output; its error is looked at like any other's.
+    That call is made once, with q, so the timed calls compute the same output; its error is checked like any other's.
     """
 
     def make(arrays: Arrays) -> Call:
@@ -138,7 +138,7 @@ def qflash_torch_train(kernel: str) -> Candidate:
 
 
 def qflash_backward(kernel: str) -> Candidate:
-    """A backward kernel by itself, on out and lse of the forward kernel that dispatch chooses."""
+    """A backward kernel alone, on out and lse of the forward kernel that dispatch selects."""
 
     def make(arrays: Arrays) -> Call:
         torch = load("torch")
@@ -161,7 +161,7 @@ def qflash_backward(kernel: str) -> Candidate:
             results = launch.empty_results(plan, q)
             workspace = torch.empty(
                 prepared.workspace_bytes, dtype=torch.uint8, device=q.device
-            )  # counts as its memory
+            )  # counted as its memory
             stream = torch.cuda.current_stream().cuda_stream if arrays.device == "cuda" else 0
             prepared.call(*(x.data_ptr() for x in (*operands, *results, workspace)), stream, 0)
             return results[0]
@@ -197,7 +197,7 @@ def torch_sdpa() -> Candidate:
     return Candidate("torch SDPA", make, bhtd=True)
 
 
-# FlashAttention 2 is what "flash" is in every torch so far; the others go by torch's names.
+# "flash" is FlashAttention 2 in every torch so far; the others have torch's names.
 SDPA_BACKENDS = {
     "FLASH_ATTENTION": "torch FA2",
     "CUDNN_ATTENTION": "torch SDPA cudnn",
@@ -229,7 +229,7 @@ def torch_sdpa_train() -> Candidate:
 
 
 def torch_sdpa_backward(backend: str) -> Candidate:
-    """The backward pass of one of torch's backends by itself: the forward pass ran once, before."""
+    """The backward pass of one of torch's backends alone: the forward pass ran once, beforehand."""
 
     def make(arrays: Arrays) -> Call:
         torch = load("torch")
@@ -248,7 +248,7 @@ def torch_sdpa_backward(backend: str) -> Candidate:
 
 
 def _naive(arrays: Arrays) -> Callable[[Any, Any, Any], Any]:
-    """matmul, softmax, matmul: what a first version looks like, with the scores in memory."""
+    """matmul, softmax, matmul: a typical first version, with the scores in memory."""
     torch = load("torch")
     case = arrays.case
     scale = 1 / math.sqrt(case.head_dim)
@@ -278,7 +278,7 @@ def torch_naive() -> Candidate:
 
 
 def torch_compiled() -> Candidate:
-    """The naive version as PyTorch's compiler makes it, which may know it as attention and call SDPA."""
+    """The naive version compiled by PyTorch, which may recognize it as attention and call SDPA."""
 
     def make(arrays: Arrays) -> Call:
         attend = compiled(_naive(arrays))
@@ -302,7 +302,7 @@ def _with_gradients(arrays: Arrays, tensors, attention, bhtd: bool = False) -> C
 
 
 def jax_nn(implementation: str | None = None, wait: bool = True) -> Candidate:
-    """jax.nn.dot_product_attention, jitted. `wait`: a call returns when the result is there."""
+    """jax.nn.dot_product_attention, jitted. `wait`: a call returns when the result is ready."""
 
     def make(arrays: Arrays) -> Call:
         jax = load("jax")
@@ -337,7 +337,7 @@ def flash_attn(name: str, *modules: str) -> Candidate:
 
 
 def flash_attn_3() -> Candidate:
-    """FlashAttention 3 as its own repository builds it, or the PyPI package fa3-fwd."""
+    """FlashAttention 3 as built from its own repository, or the PyPI package fa3-fwd."""
     return flash_attn("FlashAttention 3", *FA3_MODULES)
 
 
@@ -353,7 +353,7 @@ def e4m3_by_head(x: Any, heads: int) -> tuple[Any, Any]:
 
 
 def flash_attn_3_fp8() -> Candidate:
-    """FlashAttention 3 on E4M3 arrays that are ready-made: their cast, with a scale for each head, is not timed."""
+    """FlashAttention 3 on E4M3 arrays: their cast, with a scale per head, is done beforehand and not timed."""
 
     def make(arrays: Arrays) -> Call:
         function = load(*FA3_MODULES).flash_attn_func
@@ -373,7 +373,7 @@ def flash_attn_3_fp8() -> Candidate:
 
 
 def peers(preset: Preset) -> list[Candidate]:
-    """Whom qflash is compared with: those the preset names, or all."""
+    """The peers that qflash is compared with: those the preset names, or all."""
     if preset.framework == "jax":
         everyone = [jax_nn("cudnn", wait=False), jax_nn("xla", wait=False)]
     elif preset.kind == TRAIN:
@@ -385,11 +385,11 @@ def peers(preset: Preset) -> list[Candidate]:
     elif preset.device == "cuda":
         others = [flash_attn("FlashAttention 2", "flash_attn"), flash_attn_3(), flash_attn_3_fp8()]
         everyone = [torch_sdpa(), *map(torch_sdpa_backend, SDPA_BACKENDS), torch_naive(), *others]
-        if preset.peers is not None:  # only by name: they take a minute to be compiled, or a file
+        if preset.peers is not None:  # only by name: they need a minute to compile, or a file
             everyone += [torch_compiled(), triton_tutorial()]
     else:
         everyone = [torch_sdpa(), torch_naive(), jax_nn()]
-    if preset.peers is None:  # all that compute in the arrays' own type
+    if preset.peers is None:  # all that compute in the arrays' own dtype
         return [peer for peer in everyone if peer.precision is None]
     return [peer for peer in everyone if peer.name in preset.peers]
 
@@ -406,12 +406,12 @@ def _front(preset: Preset) -> Callable[[str], Candidate]:
 
 
 def _front_of(variant: dispatch.Variant) -> str:
-    """Kernels of many rows quantize q in a pass of its own, without which they can be timed."""
+    """Kernels for many rows quantize q in a separate pass, without which they can be timed."""
     return "kept, decoded" if variant.kv == "kept" and variant.kernel.few_rows else variant.kv
 
 
 def candidates(preset: Preset) -> list[Candidate]:
-    """Everyone who takes part in a preset, qflash first."""
+    """All candidates of a preset, qflash first."""
     sizes = preset.page_sizes
     fronts = {
         "arrays": (_front(preset),),

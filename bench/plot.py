@@ -1,4 +1,4 @@
-"""Every picture of bench/results and profiles: which rows it shows, in which form, and in which file it is."""
+"""Every picture of bench/results and profiles: its rows, its form, and its file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 QUANTIZED, TRADEOFF = "sm90_int8", "accuracy-speed"
-UNCOMMITTED = "run"  # what `qflash run` leaves
+UNCOMMITTED = "run"  # written by `qflash run`
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A file, and what it is made from."""
+    """A file, and the data it is made from."""
 
     path: Path
     sources: tuple[Path, ...]
@@ -37,17 +37,17 @@ class Picture:
 
     @property
     def stale(self) -> bool:
-        """It is absent, or other rows are there than those it was drawn from."""
+        """Whether it is missing, or was drawn from other rows."""
         said = re.search(r"<dc:source>(.*?)</dc:source>", self.path.read_text()) if self.path.exists() else None
         return said is None or said[1] != self.digest
 
     def draw(self) -> bool:
-        """Whether the file had to be written anew."""
+        """Draw the file if needed. Returns whether it was written."""
         return page.write(self.path, page.render(self.make, self.digest))
 
 
 def _form(rows: list[Row]) -> Callable[[], Figure] | None:
-    """How rows are drawn; None: they are for tables alone."""
+    """How rows are drawn; None: they are only for tables."""
     if rows[0]["kind"] == "accuracy":
         return partial(errors.figure, rows)
     if rows[0]["kind"] == "models":
@@ -76,7 +76,7 @@ def everything() -> Iterator[Picture]:
 
 
 def draw_from(rows_path: Path) -> list[Path]:
-    """Draw the pictures that show the rows of a file, where matplotlib is installed."""
+    """Draw the pictures that show the rows of a file, if matplotlib is installed."""
     if machine.version("matplotlib") is None:
         return []
     pictures = [picture for picture in of_folder(rows_path.parent) if rows_path in picture.sources]
@@ -86,7 +86,7 @@ def draw_from(rows_path: Path) -> list[Path]:
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Draw every picture (or only look whether its rows have changed); the files that were not up to date."""
+    """Draw every picture (or only check whether its rows have changed). Returns the files that were not up to date."""
     if check_only:
         stale = [picture.path for picture in everything() if picture.stale]
     elif machine.version("matplotlib") is None:

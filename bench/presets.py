@@ -24,16 +24,16 @@ class Preset:
     kind: str
     kernels: tuple[str, ...]
     cases: tuple[Case, ...]
-    peers: tuple[str, ...] | None = None  # names of bench.peers; None: all that the device has
+    peers: tuple[str, ...] | None = None  # names in bench.peers; None: all that the device has
     graph: bool = False  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
-    best: bool = False  # what counts is the ratio to the best peer of each problem
-    rope: bool = False  # every kernel runs with rope too
+    best: bool = False  # whether the relevant figure is the ratio to the best peer of each problem
+    rope: bool = False  # whether every kernel also runs with rope
     framework: str = "torch"  # or "jax", jitted
     page_sizes: tuple[int, ...] = ()  # of variants on pages, and of peers; INT8 pages have the first
 
 
 _RUNGS = ("unfused", "fa", "fa_warps", "fa_tc", "fa_mma", "sm90_fwd", "fa_int8", "sm90_int8", "sm90_int8_fp8")
-# The CUDA attention kernels from the first rung to the last; those that are not in the table yet are left out.
+# The CUDA attention kernels from the first rung to the last, without those that are not in the table yet.
 LADDER = tuple(name for name in _RUNGS if name in VARIANTS)
 
 
@@ -56,7 +56,7 @@ _SEQUENCES, _SHORTEST, _LONGEST = 64, 100, 20000
 
 
 def _mixed() -> Case:
-    """Lengths whose logarithms are spread evenly, by a seed; k_len is their mean."""
+    """Lengths with evenly distributed logarithms, from a seed; k_len is their mean."""
     logarithms = np.random.default_rng(0).uniform(math.log(_SHORTEST), math.log(_LONGEST), _SEQUENCES)
     lens = tuple(round(math.exp(x)) for x in logarithms)
     case = _decode(round(sum(lens) / len(lens)), len(lens), "bfloat16")
@@ -74,7 +74,7 @@ _CPU = tuple(_square(t, d, causal) for t in (1024, 4096) for d in (64, 128) for 
 
 
 def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[int, ...]) -> tuple[Case, ...]:
-    """16384 tokens of 2048 channels, however they are cut into sequences and heads."""
+    """16384 tokens of 2048 channels, divided into sequences and heads in different ways."""
     return tuple(
         _square(t, d, causal, heads=2048 // d, batch=16384 // t, dtype=dtype)
         for dtype in dtypes
@@ -85,9 +85,9 @@ def _grid(dtypes: tuple[str, ...], head_dims: tuple[int, ...], lengths: tuple[in
 
 
 _LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# The kernel that is held against the best there is on a Hopper GPU.
+# The kernel that is compared with the best alternatives on a Hopper GPU.
 HOPPER = next(name for name in ("sm90_fwd", "fa_mma") if name in VARIANTS)
-# Quantized, on Hopper: with the quantization of q, k and v; of q alone, k and v being ready; and without any.
+# Quantized, on Hopper: with the quantization of q, k and v; of only q, with quantized k and v; and without any.
 _HOPPER_INT8 = ("sm90_int8", "sm90_int8_kv", "sm90_int8_fp8", "sm90_int8_fp8_kv")
 
 PRESETS = {
@@ -277,7 +277,7 @@ PRESETS = {
             "cuda",
             FORWARD,
             (HOPPER, "fa_mma", "triton_fwd", "sm90_int8", "fa_int8", "triton_int8"),
-            # float16 is what Triton's tutorial takes
+            # float16 is the dtype of Triton's tutorial
             _grid(("float16",), (64, 128), (1024, 4096, 16384)) + _grid(("bfloat16",), (64, 128), (4096,)),
             peers=("torch FA2", "torch naive", "torch.compile", "Triton tutorial"),
             graph=True,
@@ -304,7 +304,7 @@ PRESETS = {
     )
 }
 
-# What `qflash run` shows: the forward pass, long and one token at a time.
+# Presets of `qflash run`: the forward pass, with many queries and with one at a time.
 RUN = ("cpu", "cpu-decode", "cuda")
 
 

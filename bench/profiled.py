@@ -1,4 +1,4 @@
-"""One call of an operation on a problem worth profiling: what ncu runs for kernels without a binary of their own.
+"""One call of an operation on a problem worth profiling: what ncu runs for kernels without their own binary.
 
 python -m bench.profiled KERNEL
 """
@@ -61,7 +61,7 @@ def _cross_entropy(torch: Any, kernel: str) -> Any:
 
 
 def _gradients(call: Callable[[Any, Any], Any]) -> Callable[[Any, str], Any]:
-    """The gradients of call(torch, x), through autograd: what the backward kernels are launched by."""
+    """The gradients of call(torch, x), through autograd, which launches the backward kernels."""
 
     def run(torch: Any, kernel: str) -> Any:
         return call(torch, _rows(torch).requires_grad_()).sum().backward()
@@ -94,7 +94,7 @@ def _attention_int8(torch: Any, kernel: str) -> Any:
 
 
 def _queries(torch: Any, kernel: str) -> Any:
-    """One of each head for a kernel that decodes."""
+    """One per head for a decode kernel."""
     return _heads(torch)[:, -1:] if VARIANTS[kernel].kernel.few_rows else _heads(torch)
 
 
@@ -142,7 +142,7 @@ def _attention_kv(torch: Any, kernel: str) -> Any:
     return qflash.attention(_queries(torch, kernel), kv, kernel=VARIANTS[kernel].kernel.name)
 
 
-# Operation, with the kind of k and v where these are no arrays -> (the problem in words, the call).
+# Operation, with the kind of k and v if these are not arrays -> (description of the problem, the call).
 OPERATIONS: dict[str, tuple[str, Callable[[Any, str], Any]]] = {
     "softmax": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.softmax(_rows(torch), kernel=kernel)),
     "layer_norm": (f"{ROWS}x{COLUMNS} float16", lambda torch, kernel: qflash.layer_norm(_rows(torch), kernel=kernel)),
@@ -201,7 +201,7 @@ def operation_of(kernel: str) -> str:
 
 
 def problem_of(kernel: str) -> str:
-    """What `main` computes, in words."""
+    """A description of what `main` computes."""
     return OPERATIONS[operation_of(kernel)][0] + (", one query" if VARIANTS[kernel].kernel.few_rows else "")
 
 

@@ -1,6 +1,6 @@
-"""What ncu says about a kernel: collected on one call, kept as text and CSV, read back for tables, plots.
+"""ncu's figures of a kernel: collected on one call, stored as text and CSV, and read for tables and plots.
 
-A CSV has a line per figure: kernel, metric, unit, value. Lines whose kernel is empty say what was profiled. Neither
+A CSV has a line per figure: kernel, metric, unit, value. Lines with an empty kernel describe what was profiled. Neither
 file names a host, a process or a path.
 """
 
@@ -37,7 +37,7 @@ SECTIONS = (
 )  # fmt: skip
 _SASS = "smsp__sass_thread_inst_executed_op_{}_pred_on.sum"
 DURATION, DRAM = "gpu__time_duration.sum", ("dram__bytes_read.sum", "dram__bytes_write.sum")
-# Figure on a page -> metric. Beside these a CSV holds every reason for which warps waited.
+# Figure on a page -> metric. A CSV also has every reason for which warps waited.
 FIGURES = {
     "duration": DURATION,
     "SM throughput": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
@@ -79,7 +79,7 @@ class Profile:
     launches: dict[str, dict[str, tuple[float, str]]]
 
     def total(self, *metrics: str) -> float:
-        """The sum over launches; 0.0 where ncu had none of them."""
+        """The sum over launches; 0.0 if ncu had none of them."""
         return sum(values[metric][0] for values in self.launches.values() for metric in metrics if metric in values)
 
 
@@ -87,8 +87,8 @@ class Profile:
 
 
 def parse_raw(text: str) -> dict[str, dict[str, tuple[float, str]]]:
-    """`ncu --page raw --csv --print-units base`: a header, a line of units, a line per launch. Keeps what FIGURES and
-    STALL name. A function launched twice counts once, with the figures of its last launch."""
+    """Parse `ncu --page raw --csv --print-units base`: a header, a line of units, a line per launch. Keeps the metrics
+    of FIGURES and STALL. A function launched twice counts once, with the figures of its last launch."""
     lines = list(csv.reader(io.StringIO(text[text.index('"ID"') :])))
     header, units, launches = lines[0], lines[1], lines[2:]
     wanted = {i for i, name in enumerate(header) if name in FIGURES.values() or STALL.fullmatch(name)}
@@ -127,11 +127,11 @@ def committed(kernel: str) -> dict[str, Profile]:
     return {path.parent.name: read(path) for path in sorted(PROFILES.glob(f"*/{kernel}.csv"))}
 
 
-# Figures for people
+# Formatted figures
 
 
 def stalls(values: dict[str, tuple[float, str]], most: int = 4) -> str:
-    """The reasons warps waited for, dearest first, in cycles per instruction issued."""
+    """The reasons for which warps waited, most expensive first, in cycles per instruction issued."""
     found = [
         (value, STALL.fullmatch(metric)["reason"]) for metric, (value, _) in values.items() if STALL.fullmatch(metric)
     ]
@@ -140,7 +140,7 @@ def stalls(values: dict[str, tuple[float, str]], most: int = 4) -> str:
 
 
 def cell(value: float, unit: str) -> str:
-    """A value with a unit that people read."""
+    """A value in a readable unit."""
     if unit in ("%", "pct"):
         return f"{value:.1f} %"
     if unit in ("ns", "nsecond"):
@@ -153,7 +153,7 @@ def cell(value: float, unit: str) -> str:
 
 
 def figures(profile: Profile) -> list[list[str]]:
-    """Lines of a table: what, then a cell per launch. Figures ncu did not have are left out."""
+    """Lines of a table: a name, then a cell per launch. Figures that ncu did not have are omitted."""
     lines = []
     for what, metric in FIGURES.items():
         found = [values.get(metric) for values in profile.launches.values()]
@@ -164,7 +164,7 @@ def figures(profile: Profile) -> list[list[str]]:
 
 
 def source(profile: Profile) -> str:
-    """What was profiled, where, with what."""
+    """What was profiled, where, and with which tool."""
     facts = profile.facts
     return (
         f"{facts['problem']}; {facts['gpu']}, driver {facts['driver']}, ncu {facts['ncu']}; commit {facts['commit']}."
@@ -196,7 +196,7 @@ class ProfileError(Exception):
 
 def run(command: Iterable[str | Path]) -> str:
     words = [str(word) for word in command]
-    environment = {**os.environ, LINE_INFO: "1"}  # ncu's source pages need line numbers in what it runs
+    environment = {**os.environ, LINE_INFO: "1"}  # ncu's source pages need line numbers in the program
     try:
         done = subprocess.run(words, cwd=store.ROOT, capture_output=True, text=True, env=environment)
     except OSError as error:
@@ -207,17 +207,17 @@ def run(command: Iterable[str | Path]) -> str:
     return done.stdout
 
 
-@cache  # ncu takes seconds to list them
+@cache  # ncu needs seconds to list them
 def metrics_here(ncu: str) -> list[str]:
-    """Of the metrics wanted, those this GPU has: generations differ, and ncu refuses a list with an unknown one."""
+    """The requested metrics that this GPU has: generations differ, and ncu rejects a list with an unknown one."""
     known = set(re.findall(r"^(\w+__\w+)", run([ncu, "--query-metrics"]), re.MULTILINE))
     wanted = [metric for metric in FIGURES.values() if not metric.startswith("launch__")]
     return [metric for metric in wanted if not known or metric.partition(".")[0] in known]
 
 
 def command_of(kernel: str, arch: int, case: Case = CASE) -> tuple[str, list[str | Path]]:
-    """(the problem in words, what runs it once). Attention kernels have binaries of their own, which are built here;
-    those in the folder of another have none, and those that decode take another problem."""
+    """(description of the problem, the command that runs it once). Attention kernels have their own binaries, which are
+    built here; those in another kernel's folder have none, and decode kernels run another problem."""
     operation = profiled.operation_of(kernel)
     if operation != "attention" or kernel not in BY_NAME or BY_NAME[kernel].few_rows:
         return profiled.problem_of(kernel), [sys.executable, "-m", "bench.profiled", kernel]
@@ -231,13 +231,13 @@ def collect(kernel: str, out: Path, ncu: str = "ncu") -> Profile:
     """Profile one call of a kernel; write <kernel>.csv and <kernel>.txt under `out`."""
     gpu = machine.gpus()[0][0]
     problem, command = command_of(kernel, gpu.arch)
-    run(command)  # alone first: a kernel that is wrong is not worth a profile, and whatever is kept is then at hand
+    run(command)  # first without ncu: a failing kernel is not worth a profile, and caches are then filled
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "profile.ncu-rep"
         how = ["--clock-control", "none", "--kernel-name-base", "function", "--kernel-name", "regex:^qf_"]
         how += [word for section in SECTIONS for word in ("--section", section)]
         said = run([ncu, *how, "--metrics", ",".join(metrics_here(ncu)), "--export", report, *command])
-        if not report.exists():  # ncu may be content all the same: no permission to read counters, no kernel found
+        if not report.exists():  # ncu may succeed without one: no permission to read counters, no kernel found
             raise ProfileError(f"ncu wrote no report\n{said}")
         raw = run([ncu, "--import", report, "--page", "raw", "--csv", "--print-units", "base"])
         details = run([ncu, "--import", report, "--page", "details"])
@@ -256,5 +256,5 @@ def describe(case: Case) -> str:
 
 
 def folder_of(gpu_name: str) -> str:
-    """'NVIDIA H200' keeps its profiles in h200."""
+    """'NVIDIA H200' has its profiles in h200."""
     return machine.slug(gpu_name).removeprefix("nvidia-")

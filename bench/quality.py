@@ -1,14 +1,14 @@
-"""What quantization does to a trained model of transformers: perplexity, greedy agreement, and the worst layer.
+"""The effect of quantization on a trained model of transformers: perplexity, greedy agreement, and the worst layer.
 
 python -m bench.quality [cpu|cuda] [FOLDER]   writes bench/results/<machine>/quality.jsonl; `qflash report` makes the
-tables. FOLDER is a checkpoint that examples/train_stdlib_model.py wrote; default: the small one of this repository.
+tables. FOLDER is a checkpoint written by examples/train_stdlib_model.py; default: the small one of this repository.
 
 The text is what that script holds out. Every mode is compared with SDPA of the same dtype, and with SDPA in float32:
 
 perplexity   of a byte, given the bytes before it in its window
-agreement    the part of those bytes where the mode's first choice is that of the other model
-generated    of greedy text after a prompt, the part before the first byte that differs
-cosine       of the worst layer, on the inputs that it has in float32
+agreement    the share of those bytes where the mode's first choice is that of the other model
+generated    of greedy text after a prompt, the share before the first byte that differs
+cosine       of the worst layer, on its inputs in float32
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SMALL = rows.ROOT / "examples" / "llama" / "stdlib-small"
 
 @dataclass(frozen=True)
 class Problem:
-    """A checkpoint, the type it is computed in, and how much text: windows, prompts, new tokens after each."""
+    """A checkpoint, its dtype in computations, and the amount of text: windows, prompts, new tokens after each."""
 
     checkpoint: Path
     dtype: str
@@ -40,12 +40,12 @@ class Problem:
     prompts: int = 16
     prompt_length: int = 128
     new_tokens: int = 64
-    batch: int = 8  # windows of a forward pass
+    batch: int = 8  # windows per forward pass
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a mode gives. generated: [prompts, new_tokens]; attention and mlp: outputs, layer by layer."""
+    """The results of a mode. generated: [prompts, new_tokens]; attention and mlp: outputs, layer by layer."""
 
     predictions: Any
     generated: Any
@@ -54,7 +54,7 @@ class Figures:
 
 
 class Text:
-    """The held-out text of a problem, and what the two models that all modes are compared with make of it."""
+    """The held-out text of a problem, and the results on it of the two models that all modes are compared with."""
 
     def __init__(self, problem: Problem, device: str) -> None:
         import torch
@@ -90,12 +90,12 @@ class Text:
 
 
 def agreement(got: Any, want: Any) -> float:
-    """The part of tokens that are the same."""
+    """The share of tokens that are the same."""
     return float((got == want).double().mean())
 
 
 def same_beginning(got: Any, want: Any) -> float:
-    """The part of each text before the first token that differs, in the mean over texts."""
+    """The share of each text before the first token that differs, averaged over texts."""
     return float((got == want).int().cumprod(-1).double().mean())
 
 
@@ -173,7 +173,7 @@ def table(machine: str | None = None) -> str:
 
 
 def problems(device: str, checkpoint: Path) -> list[Problem]:
-    """On a CPU the small model, in both types; on a GPU long windows."""
+    """On a CPU the small model, in both dtypes; on a GPU long windows."""
     if device == "cpu":
         return [Problem(checkpoint, dtype, windows=48, length=512) for dtype in ("float32", "bfloat16")]
     long = {"windows": 64, "length": 4096, "prompts": 32, "prompt_length": 1024, "new_tokens": 256}

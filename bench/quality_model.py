@@ -1,6 +1,6 @@
-"""A model of transformers under one mode of computing: its predictions, its greedy text, its layers' outputs.
+"""A model of transformers in one mode of computation: its predictions, its greedy text, its layers' outputs.
 
-Imported where a model is measured, and by nothing that makes tables: it needs torch and transformers.
+Imported only where a model is measured, not where tables are made: it needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from qflash.integrations.transformers import PagedCache, quantize_linears, regis
 Tensor = torch.Tensor
 BYTES = 256
 PAGE_SIZE = 64
-CHUNK = 256  # tokens of a forward pass on pages: later ones read what earlier ones wrote
+CHUNK = 256  # tokens per forward pass on pages: later passes read what earlier ones wrote
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """What a model says of windows [N, T + 1], on the CPU: the mean negative log-likelihood, and its first choices."""
+    """Predictions for windows [N, T + 1], on the CPU: the mean negative log-likelihood, and the first choices."""
 
     nats: float
     choices: Tensor  # [N, T]
@@ -44,7 +44,7 @@ def load(checkpoint: Path, mode: Mode, dtype: str, device: str) -> Any:
 
 
 def cache_of(model: Any, mode: Mode, sequences: int, length: int) -> PagedCache | None:
-    """Pages for that many tokens, where a mode has any."""
+    """Pages for that many tokens, if the mode uses any."""
     if not mode.int8_pages:
         return None
     return PagedCache(model.config, pages=sequences * -(-length // PAGE_SIZE), page_size=PAGE_SIZE, precision="int8")
@@ -52,7 +52,7 @@ def cache_of(model: Any, mode: Mode, sequences: int, length: int) -> PagedCache 
 
 @torch.inference_mode()
 def predictions(model: Any, mode: Mode, windows: Tensor, batch: int) -> Predictions:
-    """Of every token of the windows but the first, given those before it."""
+    """Predictions for every token of the windows but the first, given the tokens before it."""
     nats, choices = 0.0, []
     for part in windows.split(batch):
         logits = _logits(model, mode, part[:, :-1]).float()
@@ -74,7 +74,7 @@ def greedy_text(model: Any, mode: Mode, prompts: Tensor, count: int) -> Tensor:
     """`count` new tokens after each prompt, on the CPU."""
     cache = cache_of(model, mode, len(prompts), prompts.shape[1] + count)
     words = {} if cache is None else {"past_key_values": cache}
-    mask = torch.ones_like(prompts)  # nothing is padding; without one transformers looks for a padding token
+    mask = torch.ones_like(prompts)  # nothing is padding; without a mask transformers looks for a padding token
     found = model.generate(prompts, attention_mask=mask, max_new_tokens=count, do_sample=False, **words)
     return found[:, prompts.shape[1] :].cpu()
 
@@ -88,7 +88,7 @@ Inputs = list[
 
 @torch.inference_mode()
 def layer_inputs(model: Any, ids: Tensor) -> Inputs:
-    """What attention and the MLP of every layer are given in a pass over ids."""
+    """The inputs of attention and the MLP of every layer in a pass over ids."""
     found = []
     hooks = []
     for layer in model.model.layers:
@@ -114,7 +114,7 @@ def _keeper_of_attention(kept: list[Any]) -> Any:
 
 @torch.inference_mode()
 def layer_outputs(model: Any, mode: Mode, inputs: Inputs) -> tuple[list[Tensor], list[Tensor]]:
-    """Attention (what its last product is given) and MLP of every layer, each on the same inputs whatever the mode."""
+    """Outputs of attention (before its last linear layer) and MLP of every layer, on the same inputs in every mode."""
     dtype, attention, mlps = model.dtype, [], []
     cache = cache_of(model, mode, *inputs[0][0].shape[:2])
     for layer, (hidden, rope, mlp) in zip(model.model.layers, inputs, strict=True):

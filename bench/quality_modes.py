@@ -1,4 +1,4 @@
-"""The ways to compute a model whose quality is measured."""
+"""The modes of computation of a model whose quality is measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mode:
-    """One way. attention: transformers' attn_implementation; dtype: None is that of the measurement."""
+    """One mode. attention: transformers' attn_implementation; dtype: None is that of the measurement."""
 
     name: str
     attention: str

@@ -1,4 +1,4 @@
-"""Measure qflash.quantize and dequantize beside a copy of as many bytes: interleaved, integers checked by the replay.
+"""Measure qflash.quantize and dequantize next to a copy of as many bytes: interleaved, integers checked by the replay.
 
 python -m bench.quantize [cuda|cpu]   writes bench/results/<machine>/quantize.jsonl; `qflash report` makes the tables.
 """
@@ -17,7 +17,7 @@ from qflash.testing.timing import Call, Comparison
 NAME = "quantize"
 COPY = "copy"
 SHAPES = {"cuda": (4, 4096, 16, 128), "cpu": (1, 2048, 8, 128)}
-# What linear(precision="int8") quantizes: x of a long prompt, of a batch that decodes, and of one token before the
+# Inputs that linear(precision="int8") quantizes: x of a long prompt, of a decoding batch, and of one token before the
 # widest layer, where the launch is most of the time.
 MATRICES = {
     "long": {"cuda": (16384, 8192), "cpu": (1024, 4096)},
@@ -29,7 +29,7 @@ GROUP = {"granularity": "group", "group": 16}
 
 @dataclass(frozen=True)
 class Problem:
-    """What is done to an array of normal numbers."""
+    """An operation on an array of normal numbers."""
 
     name: str
     words: dict[str, Any] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Arrays:
         return self.target.copy_(self.source)
 
     def same_as_the_replay(self) -> bool:
-        """Whether the integers of the last sequence's first head are the replay's; per tensor, of the whole."""
+        """Whether the integers of the last sequence's first head equal the replay's; per tensor, all of them."""
         import numpy as np
 
         from qflash.reference import quantize
@@ -101,20 +101,20 @@ class Arrays:
         seed = words.pop("seed", 0) if rounding else None
         if self.problem.rope:
             rope = Rope(*qflash.rope_tables(x.shape[1], x.shape[-1]))
-        if group is not None and seed is None:  # a head's integers depend on no other's
+        if group is not None and seed is None:  # a head's integers do not depend on other heads
             x, values = x[-1:, :, :1], values[-1:, :, :1]
         return bool(np.array_equal(quantize.quantize(x, group=group, seed=seed, rope=rope, **words).values, values))
 
 
 class BesideACopy(Suite):
-    """A pass over memory beside a copy of as many bytes: `run` and `copy` of arrays that know their `bytes`."""
+    """A pass over memory next to a copy of as many bytes: `run` and `copy` of arrays that have `bytes`."""
 
     over = (COPY,)
     budget = 2.0
 
     @abstractmethod
     def ours(self, arrays: Any) -> Candidate:
-        """What is measured."""
+        """The measured candidate."""
 
     def candidates(self, arrays: Any) -> tuple[Candidate, ...]:
         return self.ours(arrays), Candidate(COPY, lambda arrays: arrays.copy)

@@ -1,9 +1,9 @@
-"""softmax, layer_norm and cross_entropy beside PyTorch, and beside a plain copy of the same memory.
+"""softmax, layer_norm and cross_entropy next to PyTorch, and next to a plain copy of the same memory.
 
 python -m bench.reductions [cpu|cuda]   writes bench/results/<machine>/reductions[-cpu].jsonl (default: cuda)
 
-Rows have microseconds, GB/s of the bytes an operation must move (x in, results out, each once), and that rate's share
-of the rate at which `copy_` moves x to another array in the same process and the same rounds.
+Rows have microseconds, GB/s of the bytes that an operation must move (x in, results out, each once), and that rate
+relative to the rate at which `copy_` copies x to another array in the same process and the same rounds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Problem:
     dtype: str
 
     def bytes(self, item: int) -> int:
-        """What must be moved at least."""
+        """The minimum number of bytes moved."""
         if self.operation == "cross_entropy":
             return self.rows * self.columns * item + self.rows * 8  # targets and losses
         vectors = 2 * self.columns * item if self.operation == "layer_norm" else 0
@@ -69,7 +69,7 @@ class Arrays:
             self.exact = reference.layer_norm(first, weight.double().cpu().numpy(), bias.double().cpu().numpy())[0]
         else:
             targets = torch.randint(0, columns, (problem.rows,), device=device, dtype=torch.int64)
-            narrow = targets.to(torch.int32)  # what the kernel reads: torch wants 64 bits
+            narrow = targets.to(torch.int32)  # the kernel's dtype: torch needs 64 bits
             self.ours = lambda: qflash.cross_entropy(x, narrow, reduction="none")
             self.theirs = lambda x: functional.cross_entropy(x, targets, reduction="none")
             self.exact = reference.cross_entropy(first, targets[:CHECKED_ROWS].cpu().numpy())[0]
@@ -121,7 +121,7 @@ class Reductions(Suite):
         return {"kind": case.operation, "rows": case.rows, "columns": case.columns, "dtype": case.dtype}
 
     def check(self, arrays: Arrays, candidate: Candidate, call: Call, result: Any) -> float | None:
-        """The error of the first rows; a copy has none."""
+        """The error of the first rows; None for a copy."""
         if candidate.name == COPY:
             return None
         return float(f"{errors(result[:CHECKED_ROWS].double().cpu().numpy(), arrays.exact).relative_l2:.3g}")

@@ -1,5 +1,5 @@
 """Tables of the README and the kernel pages, made from committed rows between `<!-- qflash:NAME -->` markers; and the
-pages of docs/results, which are nothing but such tables."""
+pages of docs/results, which consist only of such tables."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ from bench.tables import (
 from qflash.dispatch import KERNELS, VARIANTS, Kernel, kernels_of
 
 CUDA_KERNELS = tuple(variant.name for variant in VARIANTS.values() if variant.device == "cuda")
-# Every page that may have marked sections; those of docs/results are made whole.
+# Every page that may have marked sections; the pages of docs/results are generated entirely.
 PAGES = (
     store.ROOT / "README.md",
     *sorted(set((store.ROOT / "docs").rglob("*.md")) - set(result_pages.FOLDER.rglob("*.md"))),
 )
 Row = dict[str, Any]
-LONG = 4096  # keys from which on quantized kernels are to be faster
-# Presets on pages: whom every candidate is held against beside its peers, and what that column is called.
+LONG = 4096  # number of keys from which quantized kernels should be faster
+# Presets on pages: the candidate that all others are compared with, in addition to peers, and its column's title.
 PAGED = {
     "decode_pages": ("qflash sm90_decode, pages of 256", "16-bit pages of 256"),
     "cpu-decode-pages": ("qflash cpu", "arrays"),
@@ -80,7 +80,7 @@ def _where(kernel: Kernel) -> str:
 
 
 def kernels_table() -> str:
-    """The kernels of attention."""
+    """The attention kernels."""
     lines = []
     for kernel in (*kernels_of("attention"), *kernels_of("attention_backward")):
         passes = "forward" if kernel.op == "attention" else "backward"
@@ -92,7 +92,7 @@ def kernels_table() -> str:
 
 
 def operations_table() -> str:
-    """The kernels of the operations beside attention."""
+    """The kernels of the other operations."""
     lines = []
     for kernel in sorted((row for row in KERNELS if not row.op.startswith("attention")), key=lambda row: row.op):
         chosen = "" if kernel.automatic else " Only by name."
@@ -101,7 +101,7 @@ def operations_table() -> str:
 
 
 def preset_table(name: str, machine: str | None = None) -> str:
-    """One table per machine with committed rows: a problem per line, qflash's kernels beside their peers."""
+    """One table per machine with committed rows: a problem per line, qflash's kernels next to their peers."""
     parts = []
     for rows in store.committed(name, machine).values():
         means = [f"- {line}" for line in means_of(PRESETS[name], rows)] if PRESETS[name].peers is not None else []
@@ -111,8 +111,8 @@ def preset_table(name: str, machine: str | None = None) -> str:
 
 
 def ladder_table(machine: str | None = None, fold: bool = True) -> str:
-    """One table per machine, head_dim and mask: the rungs of each problem from first to last, then their peers.
-    fold: the first is what most readers look for; the others unfold."""
+    """One table per machine, head_dim and mask: the rungs of each problem from first to last, then their peers. fold:
+    only the first table, which most readers need, is visible; the others unfold."""
     parts = []
     for rows in store.committed("ladder", machine).values():
         parts.append(source(rows[0]))
@@ -193,7 +193,7 @@ def _quantized_lines(rows: list[Row]) -> str:
 
 
 def quantized_means(rows: list[Row]) -> str:
-    """A line per candidate of ours: over the best peer of 16 bits and over FP8, by head_dim, on long sequences."""
+    """A line per candidate of ours: over the best 16-bit peer and over FP8, by head_dim, on long sequences."""
     long = [row for row in rows if row["kernel"] and row["Tk"] >= LONG]
     head_dims = sorted({row["D"] for row in long})
     lines = []
@@ -236,7 +236,7 @@ def against_the_best(rows: list[Row]) -> list[str]:
     return sentences
 
 
-# Preset -> whom the front page tells of.
+# Preset -> its kernel on the front page.
 BEST_OF_HOPPER = {"sm90": "qflash sm90_fwd", "backward": "qflash sm90_bwd", "decode": "qflash sm90_decode"}
 
 
@@ -252,7 +252,7 @@ def best_of_hopper() -> str:
 
 
 def means_of(preset: Preset, rows: list[Row]) -> list[str]:
-    """What a preset's rows come to, in sentences. On pages there are too many pairs: ours are told, and the best."""
+    """A preset's results in sentences. On pages there are too many pairs: only ours, and those with the best peer."""
     pairs = geometric_means(rows)
     if preset.page_sizes:
         pairs = [line for line in pairs if "× qflash" in line]
@@ -260,7 +260,7 @@ def means_of(preset: Preset, rows: list[Row]) -> list[str]:
 
 
 def _against(row: Row, peer: str | None) -> str:
-    """A row's speed-up over `peer` in bold; None: over the best, and who that is."""
+    """A row's speed-up over `peer` in bold; None: over the best one, with its name."""
     if peer is None:
         found = best_peer(row)
         return f"**{ratio(found[1])}** {found[0]}" if found else ""
@@ -316,7 +316,7 @@ def _peer_ratio(row: Row) -> str:
 
 
 def profile_table(name: str, gpu: str | None = None) -> str:
-    """What ncu found on one kernel, GPU by GPU: a line per figure, a column per launch."""
+    """ncu's figures of one kernel, GPU by GPU: a line per figure, a column per launch."""
     parts = []
     for folder, profile in profiles.committed(name).items():
         if gpu not in (None, folder):
@@ -333,7 +333,7 @@ def tradeoff() -> str:
     return "\n".join(f"![Error against speed on {link.split('/')[-2]}]({link})" for link in links)
 
 
-# All rows of a preset: of one machine, or, called without, of every one.
+# All rows of a preset: of one machine, or, without an argument, of all.
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(preset_table, name) for name in PRESETS},
     "ladder": ladder_table,
@@ -357,7 +357,7 @@ TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(quantize.table, name) for name in (quantize.NAME, sm90_quantize.NAME)},
     **{name: partial(reductions.table, name) for name in reductions.PRESET.values()},
 }
-# The same on pages of their own, where nothing needs to be folded.
+# The same for separate pages, where nothing needs to be folded.
 UNFOLDED = TABLES | {name: partial(TABLES[name], fold=False) for name in ("ladder", "sm90_int8")}
 
 SECTIONS: dict[str, Callable[[], str]] = {
@@ -381,7 +381,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
 
 
 def rewrite(text: str) -> tuple[str, list[str]]:
-    """`text` with every marked section made anew, and the names of those that changed."""
+    """`text` with every marked section regenerated, and the names of those that changed."""
     changed = []
 
     def fill(match: re.Match[str]) -> str:
@@ -398,8 +398,8 @@ def rewrite(text: str) -> tuple[str, list[str]]:
 
 
 def update(check_only: bool = False) -> list[str]:
-    """Bring every picture and page up to date (or only look); files, and "page: section", that were not."""
-    stale = plot.update(check_only)  # before the pages, which show the pictures that are there
+    """Update every picture and page (or only check). Returns the files and "page: section" that were stale."""
+    stale = plot.update(check_only)  # before the pages, which show the existing pictures
     for page in PAGES:
         text, changed = rewrite(page.read_text())
         stale += [f"{page.relative_to(store.ROOT)}: {name}" for name in changed]

@@ -1,4 +1,4 @@
-"""docs/results/<machine>/: every committed row, a page for each subject. The pages are made whole, never edited."""
+"""docs/results/<machine>/: every committed row, with a page for each subject. The pages are generated, never edited."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Pages = dict[Path, str]
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows: presets with their headings, the page of docs/kernels that explains them, how to read it."""
+    """Contents of a page: presets with their headings, the page of docs/kernels that explains them, how to read it."""
 
     name: str
     title: str
     explained_by: str | None
     presets: Mapping[str, str]
     about: str = ""
-    picture: tuple[str, str] | None = None  # the name and the title of a plot of several presets, where there is one
+    picture: tuple[str, str] | None = None  # the name and the title of a plot of several presets, if there is one
 
 
 PAGES = (
@@ -207,7 +207,7 @@ def render(tables: Mapping[str, Callable[[str], str]], profile_table: Callable[[
             pages["profiles"] = ("Profiles, by ncu", _text("# Profiles, by ncu", *_roofline(gpu), *figures))
         found |= {FOLDER / folder.name / f"{name}.md": text for name, (_, text) in pages.items()}
         links = [f"- [{title}]({folder.name}/{name}.md)" for name, (title, _) in pages.items()]
-        if links:  # `qflash run` leaves a folder too, and what is in it is not committed
+        if links:  # `qflash run` leaves a folder too, whose contents are not committed
             index += [f"## {folder.name}", "\n".join(links)]
     return found | {FOLDER / "README.md": _text(*index)}
 
@@ -247,7 +247,7 @@ def _plot(folder: Path, name: str, title: str) -> str:
 
 
 def update(pages: Pages, check_only: bool = False) -> list[str]:
-    """Bring the folder up to date (or only look); the pages that were not. A page that no rows make goes away."""
+    """Update the folder (or only check). Returns the pages that were not up to date. A page without rows is removed."""
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     orphans = sorted(set(FOLDER.rglob("*.md")) - set(pages))
     if not check_only:

@@ -1,8 +1,8 @@
-"""What strategy="ring" computes beside one call, without links: all ranks' parts, one after the other, on one device.
+"""The computation of strategy="ring" next to one call, without links: all ranks' parts, in sequence, on one device.
 
 python -m bench.ring [cuda|cpu]   writes bench/results/<machine>/ring.jsonl; `qflash report` makes the tables.
 
-The ranks run the code of qflash.parallel.torch on their own chunks, but for the hops: every block is there already.
+The ranks run the code of qflash.parallel.torch on their own chunks, except for the hops: every block is already there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "ring"
 ONE = "one call"
 HEADS = {"cuda": (32, 8, 128), "cpu": (4, 2, 64)}  # of q, of k and v, head dim
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-# Of out against one call's, relative L2: a rounding to the dtype and its sums in another order.
+# Relative L2 errors of out against one call's: from rounding to the dtype, with sums in another order.
 LARGEST_ERROR = {"cuda": 4e-3, "cpu": 1e-6}
 
 

@@ -1,8 +1,8 @@
 """The roofline of a GPU with every rung of the ladder on it, at several lengths.
 
-A rung's line shows all lengths of its rows, at the FLOP per byte that a problem allows: q, k, v and the output, each
-moved once. A hollow marker shows one of these problems at the FLOP per byte of DRAM that ncu counted: its distance from
-the line tells how much more than that the kernel moves.
+A rung's line shows all lengths of its rows, at the FLOP per byte of a problem: q, k, v and the output, each moved once.
+A hollow marker shows one of these problems at the FLOP per byte of DRAM that ncu counted: its distance from the line
+shows how much more than that the kernel moves.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def points(folder: str) -> list[Point]:
 
 
 def timed_rows(kernel: str, folder: str) -> list[Row]:
-    """The ladder's committed rows of a kernel that differ from the profiled problem in nothing but their lengths."""
+    """The ladder's committed rows of a kernel that differ from the profiled problem only in their lengths."""
     wanted = {name: getattr(profiles.CASE, field) for name, field in (("D", "head_dim"), ("dtype", "dtype"))}
     wanted |= {"causal": profiles.CASE.causal, "kernel": kernel}
     every = (row for rows in store.committed("ladder").values() for row in rows)
@@ -66,7 +66,7 @@ def timed_rows(kernel: str, folder: str) -> list[Row]:
 
 
 def allowed(row: Row) -> float:
-    """FLOP per byte of a row's problem when q, k, v and the output are moved once."""
+    """FLOP per byte of a row's problem if q, k, v and the output are moved once."""
     sizes = {"q_len": row["Tq"], "k_len": row["Tk"], "q_heads": row["Hq"], "kv_heads": row["Hkv"]}
     case = Case("row", batch=row["B"], head_dim=row["D"], dtype=row["dtype"], causal=row["causal"], **sizes)
     return store.flop(case, "forward") / store.moved_bytes(case)
@@ -89,7 +89,7 @@ def sources(folder: str) -> tuple[Path, ...]:
 
 
 def maker(folder: str) -> Callable[[], Figure]:
-    """What draws the roofline of profiles/<folder>; ValueError where there is nothing to draw it from."""
+    """A function that draws the roofline of profiles/<folder>; ValueError if there is no data for it."""
     if folder not in limits.MEMORY or not points(folder):
         raise ValueError(
             f"no roofline for {folder!r}: it needs profiles/{folder}/<kernel>.csv and limits in bench/limits.py"
@@ -142,7 +142,7 @@ def _lengths(axis: Axes, line: list[Point]) -> None:
 
 
 def _join(axis: Axes, counted: Point, line: list[Point], colour: str) -> None:
-    """A faint line from what ncu counted to the same problem on its rung's line."""
+    """A faint line from ncu's figure to the same problem on its rung's line."""
     for point in (point for point in line if point.length == counted.length):
         ends = [counted.flop_per_byte, point.flop_per_byte]
         axis.plot(ends, [counted.tflops] * 2, color=colour, linewidth=0.8, linestyle=":")
@@ -152,7 +152,7 @@ def _roofs(axis: Axes, folder: str, right: float, low: float) -> None:
     memory, roofs = limits.MEMORY[folder], limits.compute(folder)
     top = roofs[0].rate
     left, low = low / memory.rate / 1.5, low / 2
-    axis.set(xlim=(left, 6 * right), ylim=(low, 1.6 * top))  # with room for names on the right
+    axis.set(xlim=(left, 6 * right), ylim=(low, 1.6 * top))  # with space for names on the right
     axis.plot([left, top / memory.rate], [left * memory.rate, top], color=QUIET.light, linewidth=1.2)
     for roof in roofs:
         axis.plot([roof.rate / memory.rate, 1.1 * right], [roof.rate] * 2, color=QUIET.light, linewidth=1.2)

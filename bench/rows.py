@@ -1,4 +1,4 @@
-"""Rows: one JSON line per candidate and problem. They say where they come from and never name a host or a path."""
+"""Rows: one JSON line per candidate and problem. They contain their provenance and never name a host or a path."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PACKAGES = ("numpy", "torch", "jax", "triton", "flash-attn", "fa3-fwd", "flashin
 
 
 def commit() -> str:
-    """The commit measured, with a + when the tree holds more than it; $QFLASH_COMMIT says it for a copy of the tree."""
+    """The commit measured, with a + for uncommitted changes; $QFLASH_COMMIT specifies it for a copy of the tree."""
     if "QFLASH_COMMIT" in os.environ:
         return os.environ["QFLASH_COMMIT"]
 
@@ -52,7 +52,7 @@ def provenance(device: str) -> dict[str, Any]:
 
 
 def folder_name(device: str) -> str:
-    """The folder of bench/results that this machine's rows go to."""
+    """The folder of bench/results for this machine's rows."""
     if device == "cuda":
         gpus, reason = machine.gpus()
         if not gpus:
@@ -72,8 +72,8 @@ def _item_bytes(case: Case) -> int:
 
 
 def cache_bytes(case: Case, int8: bool = False, int8_keys: bool = False) -> int:
-    """K and V, read once: what a decode step must move. INT8 pages have a byte a channel, and a float32 scale. A
-    QuantizedKV of precision "int8" (int8_keys) has keys in INT8, and a scale for 64 of them."""
+    """K and V, read once: the minimum bytes that a decode step moves. INT8 pages have a byte per channel, and a float32
+    scale. A QuantizedKV of precision "int8" (int8_keys) has keys in INT8, and a scale per 64 of them."""
     tokens = sum(case.kv_lens) if case.kv_lens else case.batch * case.k_len
     if int8_keys:
         groups = case.batch * -(-case.k_len // 64)
@@ -82,19 +82,19 @@ def cache_bytes(case: Case, int8: bool = False, int8_keys: bool = False) -> int:
 
 
 def input_bytes(case: Case, int8: bool = False, int8_keys: bool = False) -> int:
-    """q, k and v."""
+    """The bytes of q, k and v."""
     return cache_bytes(case, int8, int8_keys) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(
         case
     )
 
 
 def moved_bytes(case: Case) -> int:
-    """q, k, v and the output, each moved once: the least that attention must move."""
+    """q, k, v and the output, each moved once: the minimum bytes that attention moves."""
     return input_bytes(case) + case.batch * case.q_len * case.q_heads * case.head_dim * _item_bytes(case)
 
 
 def problem(case: Case, kind: str) -> dict[str, Any]:
-    """The part of a row that says what was computed."""
+    """The part of a row that describes the problem."""
     return {
         "kind": kind,
         "B": case.batch,
@@ -114,7 +114,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def save(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Write the rows of a preset to the folder of the machine they are of."""
+    """Write the rows of a preset to the folder of their machine."""
     path = RESULTS / rows[0]["machine"] / f"{name}.jsonl"
     write(path, rows)
     part_path(rows[0]["machine"], name).unlink(missing_ok=True)
@@ -122,7 +122,7 @@ def save(name: str, rows: list[dict[str, Any]]) -> Path:
 
 
 def part_path(machine: str, name: str) -> Path:
-    """Where a run of a preset keeps what it has measured until it is finished (bench/journal.py)."""
+    """Where a run of a preset stores its results until it is finished (bench/journal.py)."""
     return RESULTS / machine / f"{name}.part"
 
 
@@ -131,5 +131,5 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def committed(preset: str, machine: str | None = None) -> dict[str, list[dict[str, Any]]]:
-    """Rows of a preset by machine; `machine`: of that one alone."""
+    """Rows of a preset by machine; `machine`: only of that one."""
     return {path.parent.name: read(path) for path in sorted(RESULTS.glob(f"{machine or '*'}/{preset}.jsonl"))}

@@ -1,6 +1,6 @@
-"""The one runner: every candidate of a suite on every problem, checked, then timed interleaved, as rows.
+"""The runner: every candidate of a suite on every problem, checked, then timed interleaved, as rows.
 
-A suite says what is particular: its problems, who takes part, how a result is checked and what a row has beside times.
+A suite defines its problems, its candidates, how a result is checked, and what a row contains in addition to times.
 `qflash bench` runs those of attention (bench/presets.py); `python -m bench.NAME` runs that of another module.
 """
 
@@ -30,7 +30,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to compute a problem. `make(arrays)` gives the call to time, or raises Unavailable with the reason."""
+    """One way to compute a problem. `make(arrays)` returns the call to time, or raises Unavailable with the reason."""
 
     name: str
     make: Callable[[Any], Call]
@@ -38,16 +38,16 @@ class Candidate:
 
 
 class Suite(ABC):
-    """Problems on one device, and who computes them."""
+    """Problems on one device, and their candidates."""
 
-    name: str  # of its rows, and of the file they go to
+    name: str  # of its rows, and of their file
     device: str
     cases: Sequence[Any]
-    over: tuple[str, ...] = ()  # whom speed-ups are given over, where they take part
+    over: tuple[str, ...] = ()  # candidates that speed-ups are computed over, if they take part
     timed = True
-    says_left_out = False  # rows say who could not take part in their problem, and why
-    budget = 3.0  # seconds of timing a problem
-    min_rounds = 7  # of which every candidate is timed in each, whatever that takes
+    says_left_out = False  # whether rows contain which candidates do not support their problem, and why
+    budget = 3.0  # seconds of timing per problem
+    min_rounds = 7  # every candidate is timed in each round, however long that takes
     graph = True  # CUDA: short calls are replayed from a graph, so that the host's share is not counted
 
     @abstractmethod
@@ -56,26 +56,26 @@ class Suite(ABC):
 
     @abstractmethod
     def candidates(self, arrays: Any) -> Iterable[Candidate]:
-        """Everyone who may take part, in the order of rows."""
+        """All candidates that may take part, in the order of rows."""
 
     @abstractmethod
     def problem(self, arrays: Any) -> Row:
-        """The part of a row that says what was computed."""
+        """The part of a row that describes the problem."""
 
     def check(self, arrays: Any, candidate: Any, call: Call, result: Any) -> Any:
-        """What `row` is to know of a result; SystemExit where it is wrong and so not worth timing."""
+        """Check a result, and return what `row` needs; SystemExit if it is wrong and so not worth timing."""
         return None
 
     @abstractmethod
     def row(self, arrays: Any, candidate: Any, checked: Any, timing: Comparison | None) -> Row:
-        """The part of a row that is a candidate's own, without speed-ups."""
+        """The part of a row that is specific to a candidate, without speed-ups."""
 
     def rivals(self, candidate: Any) -> Sequence[str]:
-        """Whom a candidate's speed-ups are given over."""
+        """The candidates that a candidate's speed-ups are computed over."""
         return self.over
 
     def clock(self) -> tuple[Clock, float]:
-        """A clock, and how many seconds a sample of it must last."""
+        """A clock, and the minimum seconds per sample."""
         return (CudaClock(graph=self.graph) if self.device == "cuda" else WallClock()), 1e-3
 
     def time(self, calls: Mapping[str, Call], **options: Any) -> Comparison:
@@ -93,12 +93,11 @@ def measure(
     on_skip: Callable[[str], None] = lambda text: None,
     resume: bool = False,
 ) -> Iterator[list[Row]]:
-    """One list of rows per problem of `suite`. What is left out is told to `on_skip`: candidates that cannot run, once
-    each, and problems that are not measured again.
+    """Yield a list of rows per problem of `suite`. `on_skip` is called for what is omitted: candidates that cannot run,
+    once each, and problems that are not measured again.
 
-    `budget`, `min_rounds` and `cases` stand in for the suite's own; `leave_out` names candidates that need not take
-    part. resume: keep the rows of each problem when it ends, and take those that a run which was cut off has left
-    (bench/journal.py).
+    `budget`, `min_rounds` and `cases` override the suite's own; `leave_out` names candidates that are omitted. resume:
+    store the rows of each problem when it ends, and reuse those of an interrupted run (bench/journal.py).
     """
     shared = {"preset": suite.name} | rows.provenance(suite.device)
     options: dict[str, Any] = {
@@ -149,14 +148,14 @@ def measure(
 
 
 def refusal(error: Exception) -> str | None:
-    """Why a candidate cannot take part, in a line; None if the error is not of that sort."""
+    """Why a candidate cannot take part, in a line; None if the error has another cause."""
     if isinstance(error, (Unavailable, NotImplementedError, qflash.NoKernelError, qflash.ToolchainError)):
         return str(error).splitlines()[0]
     return "out of memory" if isinstance(error, RuntimeError) and "out of memory" in str(error).lower() else None
 
 
 def tried(call: Call) -> Call:
-    """The call of a peer, once it has shown that it takes the problem."""
+    """The call of a peer, after a first run has shown that it supports the problem."""
     try:
         call()
     except (RuntimeError, ValueError) as error:
@@ -172,7 +171,7 @@ def _speedups(suite: Suite, candidate: Candidate, timing: Comparison | None) -> 
 
 
 def set_threads(threads: int | None) -> None:
-    """The same number of threads for qflash and torch; default: all cores."""
+    """Set the same number of threads for qflash and torch; default: all cores."""
     threads = threads or machine.cores()
     qflash.set_num_threads(threads)
     if machine.version("torch"):
@@ -182,14 +181,14 @@ def set_threads(threads: int | None) -> None:
 
 
 def line(row: Row) -> str:
-    """A row for people who watch: its problem, its candidate and the figures."""
+    """A readable row: its problem, its candidate and the figures."""
     cells = dict(itertools.dropwhile(lambda cell: cell[0] != "kind", row.items()))
     cells |= {"us": row["us"]["p50"]} if "us" in row else {}
     return ", ".join(f"{name} {value}" for name, value in cells.items())
 
 
 def device_asked_for(devices: Iterable[str]) -> str:
-    """The device that a module's command names, cuda where it names none."""
+    """The device named on a module's command line; default: cuda."""
     device = sys.argv[1] if len(sys.argv) > 1 else "cuda"
     if device not in devices:
         raise SystemExit(f"the device is {device!r}; allowed: {', '.join(devices)}")
@@ -197,7 +196,7 @@ def device_asked_for(devices: Iterable[str]) -> str:
 
 
 def main(suite: Suite, budget: float | None = None) -> list[Row]:
-    """Measure a suite, tell its rows as they come and write them. What was cut off goes on where it was."""
+    """Measure a suite, print and write its rows as they are measured. Continues an interrupted run."""
     set_threads(None)
     console = make_console()
     collected = []

@@ -1,4 +1,4 @@
-"""The ladder as docs/learn.md tells it: one problem, every rung, what it reaches and which unit is how busy."""
+"""The ladder in docs/learn.md: one problem, every rung, its rate and the utilization of each unit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = "No rows are committed yet; `qflash bench ladder` makes them."
 
 
 def _rows() -> dict[str, dict[str, Row]]:
-    """By machine and kernel: the rows of the ladder on the problem that is profiled too."""
+    """By machine and kernel: the rows of the ladder on the problem that is also profiled."""
     problem = (CASE.batch, CASE.q_len, CASE.head_dim, CASE.causal)
     found = {}
     for machine, rows in store.committed("ladder").items():
@@ -71,7 +71,7 @@ def table() -> str:
 
 
 def sentence(kernel: str) -> str:
-    """What one rung reaches, and what its warps wait for."""
+    """A rung's rate, and what its warps wait for."""
     parts = []
     for machine, rows in _rows().items():
         if kernel not in rows:

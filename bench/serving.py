@@ -1,9 +1,9 @@
-"""Tokens a second of many requests of different lengths: a Batcher, padded batches of `generate`, and one by one.
+"""Tokens per second of many requests of different lengths: a Batcher, padded batches of `generate`, and one by one.
 
 python -m bench.serving [cuda|cpu]   writes bench/results/<machine>/serving.jsonl; `qflash report` makes the tables.
 
-All requests are there from the start, so what is measured is throughput, prompts included. Their lengths are seeded,
-prompts and answers exponential about a mean as those of people are. Weights are random: no answer ends early.
+All requests are there from the start, so throughput is measured, prompts included. Their lengths are seeded: prompts
+and answers are exponential around a mean, as in real traffic. Weights are random: no answer ends early.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from qflash.testing.timing import Call, Comparison, WallClock
 NAME = "serving"
 BATCHER, PADDED, SINGLE = "Batcher", "generate, padded batches", "generate, one by one"
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
-PAGES = {"cuda": 64, "cpu": 16}  # tokens of a page
-# How many tokens may be others than those of a prompt alone: none in float32; near ties fall as they like in 16 bits.
+PAGES = {"cuda": 64, "cpu": 16}  # tokens per page
+# Share of tokens that may differ from those of a prompt alone: none in float32; in 16 bits near ties go either way.
 LARGEST_SHARE = {"cuda": 1.0, "cpu": 0.0}
 
 Tokens = list[list[int]]
@@ -29,7 +29,7 @@ Tokens = list[list[int]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Requests to a model. prompt, answer: the means of their lengths. slots: how many run at the same time."""
+    """Requests to a model. prompt, answer: the means of their lengths. slots: how many run concurrently."""
 
     model: str
     requests: int
@@ -45,7 +45,7 @@ PROBLEMS = {
 
 
 class Workload:
-    """The model, the requests, and the ways to serve them. Pages are enough for all that run at the same time."""
+    """The model, the requests, and the ways to serve them. There are enough pages for all concurrent requests."""
 
     def __init__(self, problem: Problem, device: str):
         from qflash.integrations.transformers import Batcher, Decoder
@@ -80,7 +80,7 @@ class Workload:
         return [request.tokens for request in made]
 
     def in_batches(self, size: int) -> Tokens:
-        """So many at a time, in the order they came: all of them wait for the longest."""
+        """In batches of this size, in order of arrival: all requests of a batch wait for the longest."""
         import torch
 
         found: Tokens = []
@@ -94,7 +94,7 @@ class Workload:
         return found
 
     def share_of_others(self, found: Tokens) -> float:
-        """How many tokens are not those of each prompt alone."""
+        """The share of tokens that differ from those of each prompt alone."""
         wrong = sum(
             a != b for got, want in zip(found, self.reference, strict=True) for a, b in zip(got, want, strict=True)
         )

@@ -1,4 +1,4 @@
-"""Measure qflash.quantize_kv beside a copy of as many bytes: interleaved, what it leaves checked by the replay.
+"""Measure qflash.quantize_kv next to a copy of as many bytes: interleaved, its result checked by the replay.
 
 python -m bench.sm90_quantize   on a Hopper GPU; writes bench/results/<machine>/sm90_quantize.jsonl.
 """
@@ -18,7 +18,7 @@ KERNEL = "sm90_quantize"
 
 @dataclass(frozen=True)
 class Problem:
-    """What is done to normal k and v."""
+    """An operation on normal k and v."""
 
     name: str
     precision: str
@@ -56,7 +56,7 @@ class Arrays:
         if problem.rope:
             tables = qflash.rope_tables(problem.shape[1], problem.shape[3])
             self.words["rope"] = qflash.Rope(*(torch.from_numpy(table).cuda() for table in tables))
-        # Read once in 16 bits, written once in 8: k, and v where that becomes E4M3.
+        # Read once in 16 bits, written once in 8: k, and v if it becomes E4M3.
         self.bytes = bytes_of(problem)
         self.source = torch.empty(self.bytes // 2, dtype=torch.uint8, device="cuda")
         self.target = torch.empty_like(self.source)
@@ -68,7 +68,7 @@ class Arrays:
         return self.target.copy_(self.source)
 
     def same_as_the_replay(self) -> bool:
-        """Whether the first two heads of the first sequence, by themselves, become what the replay makes of them."""
+        """Whether the first two heads of the first sequence, alone, are quantized as by the replay."""
         import numpy as np
 
         from qflash.reference import sm90_quantize
@@ -84,7 +84,7 @@ class Arrays:
 
 
 def bytes_of(problem: Problem) -> int:
-    """What must be moved at least."""
+    """The minimum number of bytes moved."""
     batch, length, heads, head_dim = problem.shape
     return 3 * batch * length * heads * head_dim * (2 if problem.precision == "int8_fp8" else 1)
 

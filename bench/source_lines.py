@@ -1,4 +1,4 @@
-"""How many lines of source a kernel is: those with code on them, in its own files and in all that these include."""
+"""The number of source lines of a kernel: those with code, in its own files and in all that they include."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bench.rows import ROOT
 from qflash import dispatch
 
 PACKAGE = ROOT / "qflash"
-_SHARED_OF_TRITON = {"launches"}  # what every Triton kernel is launched with, as csrc/common is no kernel's own
+_SHARED_OF_TRITON = {"launches"}  # used by every Triton kernel, like csrc/common in CUDA: not counted
 
 
 def lines_of(kernel: str) -> tuple[int, int]:
-    """(its own, with all that it includes of the package): lines that hold more than a comment or a docstring."""
+    """(its own, with all that it includes of the package): lines with more than a comment or a docstring."""
     row = dispatch.BY_NAME[kernel]
     if row.backend == "triton":
         own = PACKAGE / "triton" / f"{kernel}.py"
@@ -25,7 +25,7 @@ def lines_of(kernel: str) -> tuple[int, int]:
 
 
 def python_lines(path: Path) -> int:
-    """Lines with code on them."""
+    """Lines with code."""
     tree = ast.parse(path.read_text())
     docstrings = {
         line
@@ -38,13 +38,13 @@ def python_lines(path: Path) -> int:
 
 
 def c_lines(path: Path) -> int:
-    """Lines with code on them."""
+    """Lines with code."""
     text = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), path.read_text(), flags=re.DOTALL)
     return sum(bool(re.sub(r"//.*", "", line).strip()) for line in text.splitlines())
 
 
 def imported(path: Path, seen: set[Path] | None = None) -> set[Path]:
-    """A Triton kernel's module and those of qflash/triton that it is made of."""
+    """A Triton kernel's module and those of qflash/triton that it uses."""
     seen = set() if seen is None else seen
     seen.add(path)
     names = re.findall(r"^from qflash\.triton\.(\w+) import", path.read_text(), re.MULTILINE)
@@ -57,7 +57,7 @@ def imported(path: Path, seen: set[Path] | None = None) -> set[Path]:
 
 
 def included(path: Path, seen: set[Path] | None = None) -> set[Path]:
-    """A CUDA kernel's source and the headers of csrc that it is made of."""
+    """A CUDA kernel's source and the headers of csrc that it includes."""
     seen = set() if seen is None else seen
     seen.add(path)
     csrc = PACKAGE / "csrc"

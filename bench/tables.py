@@ -9,7 +9,7 @@ from typing import Any
 from bench import rows as store
 
 Row = dict[str, Any]
-FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best of those that quantized kernels are held against
+FP8 = "FlashAttention 3 FP8"  # a peer of fewer bits: never the best peer of quantized kernels
 
 
 def problem(row: Row) -> str:
@@ -47,7 +47,7 @@ def ratio(value: float | None) -> str:
 
 
 def candidate(row: Row) -> str:
-    """Ours in bold."""
+    """The candidate's name, in bold for qflash."""
     return f"**{row['candidate']}**" if row["kernel"] else row["candidate"]
 
 
@@ -57,7 +57,7 @@ def markdown(header: list[str], lines: list[list[str]]) -> str:
 
 
 def unrepeated(lines: Iterable[list[str]]) -> list[list[str]]:
-    """Lines whose first cell is empty where it says what the line before says."""
+    """Lines whose first cell is empty if it repeats that of the line before."""
     found, previous = [], None
     for first, *others in lines:
         found.append([first if first != previous else "", *others])
@@ -66,7 +66,7 @@ def unrepeated(lines: Iterable[list[str]]) -> list[list[str]]:
 
 
 def source(row: Row) -> str:
-    """Where rows come from, in a sentence."""
+    """The provenance of rows, in a sentence."""
     where = row["gpu"] or f"{row['cpu']} ({row['isa']}, {row['threads']} threads)"
     driver = f", driver {row['driver']}" if row["driver"] else ""
     peers = ", ".join(f"{name} {row['versions'][name]}" for name in ("torch", "jax") if name in row["versions"])
@@ -74,13 +74,13 @@ def source(row: Row) -> str:
 
 
 def best_peer(row: Row) -> tuple[str, float] | None:
-    """The peer of at least 16 bits that a row of ours has the hardest time with, and how many times faster ours is."""
+    """The fastest peer of at least 16 bits for a row of ours, and how many times faster ours is."""
     peers = {peer: value for peer, value in row["speedup"].items() if not peer.startswith("qflash") and peer != FP8}
     return min(peers.items(), key=lambda item: item[1]) if peers else None
 
 
 def peers_of(rows: list[Row]) -> list[str]:
-    """Whom the rows give speed-ups over, in the order of bench.attention.OVER."""
+    """The peers that the rows have speed-ups over, in the order of bench.attention.OVER."""
     return list(dict.fromkeys(peer for row in rows for peer in row["speedup"]))
 
 
@@ -98,7 +98,7 @@ def geometric_means(rows: list[Row]) -> list[str]:
 
 
 def left_out(rows: list[Row]) -> str:
-    """Who took part in none of the problems, or not in all, and why, in a sentence; empty where everyone did."""
+    """The candidates that did not run all problems, and why, in a sentence; empty if all did."""
     absent = dict.fromkeys(f"{name} ({why})" for row in rows for name, why in row.get("left_out", {}).items())
     return f"Left out: {'; '.join(absent)}." if absent else ""
 
@@ -110,7 +110,7 @@ def by_machine(
     machine: str | None = None,
     keep: Callable[[Row], bool] = lambda row: True,
 ) -> str:
-    """The committed rows of a preset that `keep` chooses, one table per machine that has some; `none` without any."""
+    """The committed rows of a preset that `keep` selects, one table per machine that has some; `none` without any."""
     chosen = ([row for row in found if keep(row)] for found in store.committed(preset, machine).values())
     parts = [f"{source(found[0])}\n\n{table(found)}" for found in chosen if found]
     return "\n\n".join(parts) or f"No rows are committed yet; {none}"

@@ -1,9 +1,9 @@
-"""Steps of training with qflash beside those with PyTorch's SDPA, from curves of examples/train_stdlib_model.py.
+"""Training steps with qflash compared with PyTorch's SDPA, from curves of examples/train_stdlib_model.py.
 
 python -m bench.training FOLDER   on the machine that trained, writes bench/results/<machine>/training.jsonl.
 
-In FOLDER are curves whose runs took turns, step by step, in one process. A ratio is the median of ratios, each of two
-steps of the same batch; the first steps, in which kernels are compiled and memory is found, do not count.
+The curves in FOLDER are from runs that alternated, step by step, in one process. A ratio is the median of ratios, each
+of two steps on the same batch; the first steps, in which kernels are compiled and memory is allocated, do not count.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read(folder: Path) -> dict[str, list[Row]]:
 
 
 def summary(curves: dict[str, list[Row]]) -> list[Row]:
-    """A row for each curve, without where it is from."""
+    """A row per curve, without provenance."""
     times = {name: [row["ms"] for row in curve[FIRST:]] for name, curve in curves.items()}
     found = []
     for name, curve in curves.items():

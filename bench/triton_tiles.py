@@ -1,9 +1,9 @@
-"""Tiles of triton_fwd raced against each other on the GPU at hand: how its static table is chosen.
+"""Tiles of triton_fwd timed against each other on the current GPU, to choose its static table.
 
 python -m bench.triton_tiles   writes bench/results/<machine>/triton-tiles.jsonl; `qflash report` makes the table.
 
-The library never tunes at run time; this is where tuning is. Each candidate is the kernel with one tile, and speed-ups
-are over the tile that the table has.
+The library never tunes at run time; tuning is done here. Each candidate is the kernel with one tile, and speed-ups are
+over the tile in the table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from qflash.testing.timing import Call, Comparison
 
 NAME, KERNEL, TABLES_OWN = "triton-tiles", "triton_fwd", "the table's"
 LENGTHS = (1024, 16384)
-# (rows, keys, warps, stages) by head_dim. Triton makes all of them without spilling more than some words on Hopper.
+# (rows, keys, warps, stages) by head_dim. None of them spills more than a few words on Hopper.
 TILES = {
     64: ((128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 3), (128, 32, 4, 3), (64, 64, 4, 3), (64, 128, 4, 3)),
     128: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 8, 2)),
@@ -34,7 +34,7 @@ TILES = {
 
 
 def _call(tile: tuple[int, int, int, int] | None, arrays: CheckedArrays) -> Call:
-    """triton_fwd with a tile, or with that of its table, into a result that stays where it is."""
+    """triton_fwd with a tile, or with that of its table, into a result at a fixed address."""
     import torch
 
     from qflash.frontends.torch import launch

@@ -1,6 +1,6 @@
-"""Triton's own attention kernel, of its tutorial 06-fused-attention.py: in Triton's repository, not in its package.
+"""Triton's own attention kernel, from its tutorial 06-fused-attention.py: in Triton's repository, not in its package.
 
-$QFLASH_TRITON_TUTORIAL names the file. Where it does not, the peer is left out, and rows say so.
+$QFLASH_TRITON_TUTORIAL names the file. If it is not set, the peer is omitted, and rows say so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qflash.testing import Case
 from qflash.testing.timing import Call
 
 NAME, VARIABLE = "Triton tutorial", "QFLASH_TRITON_TUTORIAL"
-HEAD_DIMS, ROWS = (16, 32, 64, 128, 256), 128  # it masks no row: lengths are whole tiles
+HEAD_DIMS, ROWS = (16, 32, 64, 128, 256), 128  # it masks no row: lengths are multiples of a tile
 
 
 def triton_tutorial() -> Candidate:
@@ -34,11 +34,11 @@ def triton_tutorial() -> Candidate:
         causal, scale = arrays.case.causal, 1 / math.sqrt(arrays.case.head_dim)
 
         def run() -> Any:
-            return function(q, k, v, causal, scale, False)  # the last: no warps with roles, as it has it for Hopper
+            return function(q, k, v, causal, scale, False)  # the last: no warp specialization, an option for Hopper
 
         try:
             run()
-        except Exception as error:  # it is somebody else's file: whatever it raises, it does not take part
+        except Exception as error:  # it is a third-party file: if it raises anything, it does not take part
             said, *_ = [*str(error).strip().splitlines(), ""]
             raise Unavailable(f"{type(error).__name__}: {said}") from error
         return run
@@ -47,7 +47,7 @@ def triton_tutorial() -> Candidate:
 
 
 def why_not(case: Case) -> str:
-    """What of a problem the tutorial does not take; empty where it takes all."""
+    """Why the tutorial does not support a problem, or ""."""
     if case.dtype != "float16":
         return f"takes float16, not {case.dtype}"
     if (case.q_heads, case.q_len) != (case.kv_heads, case.k_len):
@@ -59,7 +59,7 @@ def why_not(case: Case) -> str:
 
 @lru_cache(maxsize=1)
 def tutorial(path: str) -> ModuleType:
-    """The file as a module; Unavailable where it is none."""
+    """The file as a module; Unavailable if it is not one."""
     if not path:
         raise Unavailable(
             f"${VARIABLE} names no file; it is python/tutorials/06-fused-attention.py of Triton's sources"

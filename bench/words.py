@@ -1,9 +1,9 @@
-"""What a word of a call costs or gains: attention with it beside the same attention without it, in the same rounds.
+"""The cost or gain of an option of a call: attention with it next to the same attention without it, in the same rounds.
 
 python -m bench.words [cuda|cpu]   writes bench/results/<machine>/words.jsonl; `qflash report` makes the table.
 
-return_lse=True on prompts, which is what a forward pass does that will be differentiated; batch_invariant=True on
-decode steps; and `share_prefix` on sequences in pages that begin with the same tokens, each with OWN tokens of its own.
+return_lse=True on prompts, as in a forward pass that will be differentiated; batch_invariant=True on decode steps; and
+`share_prefix` on paged sequences that begin with the same tokens, each with OWN tokens of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Arrays:
             self.kv = tuple(draw(problem.batch, problem.k_len, kv_heads, dim) for _ in "kv")
 
     def _pages(self, draw: Callable[..., Any], heads: int, dim: int, device: str) -> qflash.PagedKV[Any]:
-        """Pages of the prefix, which are the first of every sequence, and then those of each."""
+        """Pages of the prefix, which come first in every sequence, and then those of each."""
         torch, of = load("torch"), self.problem
         shared, own = of.prefix // PAGE, OWN // PAGE
         pools = (draw(shared + of.batch * own, heads, PAGE, dim) for _ in "kv")
@@ -85,7 +85,7 @@ class Arrays:
         return qflash.attention(self.q, *self.kv, causal=True)
 
     def call_with(self) -> Call:
-        """The call with the word. A prefix is shared once for all layers of a step, so that this is not timed."""
+        """The call with the option. A prefix is shared once for all layers of a step, so this is not timed."""
         if self.problem.prefix:
             kv = qflash.share_prefix(self.kv[0], self.problem.prefix // PAGE)
             return lambda: qflash.attention(self.q, kv, causal=True)
@@ -129,7 +129,7 @@ class Words(Suite):
 
 
 def table(machine: str | None = None) -> str:
-    """One table per machine with committed rows: a word and problem per line."""
+    """One table per machine with committed rows: an option and problem per line."""
 
     def of(found: list[Row]) -> str:
         alone = {_key(row): row for row in found if row["candidate"] == WITHOUT}

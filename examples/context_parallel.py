@@ -1,8 +1,8 @@
-"""Train on one sequence whose tokens are spread over processes: every rank has a part, attention sees the whole.
+"""Train on one sequence whose tokens are distributed over processes: every rank has a part, attention sees all tokens.
 
-The task is recall: every position must give back the value that stands `SHIFT` places before it, also where that token
-is on another rank. Each rank computes the loss of its own tokens; the gradients of the parameters are summed over the
-ranks, as those of any model are. At the end every strategy is held against attention on one process.
+The task is recall: every position must return the value `SHIFT` positions before it, even if that token is on another
+rank. Each rank computes the loss of its own tokens; the gradients of the parameters are summed over the ranks, as for
+any model. At the end every strategy is compared with attention on one process.
 
 torchrun --nproc-per-node 4 examples/context_parallel.py
 """
@@ -19,7 +19,7 @@ BATCH, LENGTH, HEADS, HEAD_DIM, SHIFT, STEPS = 2, 64, 4, 32, 3, 60
 
 
 def start() -> torch.device:
-    """The default group: that of torchrun, or of this process alone."""
+    """The default group: that of torchrun, or a group of this process alone."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -37,7 +37,7 @@ def train(device: torch.device) -> tuple[float, float]:
     parameters = [torch.randn(HEADS, HEAD_DIM, device=device, requires_grad=True) for _ in "qk"]
     tables = qflash.rope_tables(LENGTH, HEAD_DIM, base=100.0)
     rope = qflash.Rope(*(torch.from_numpy(x).to(device) for x in tables))
-    # Which tokens this rank has: two chunks, so that a causal mask leaves every rank the same work.
+    # The tokens of this rank: two chunks, so that a causal mask leaves every rank the same work.
     own = parallel.positions(LENGTH, causal=True, device=device).long()
     counted = (own >= SHIFT).nonzero()[:, 0]
     losses = []
@@ -60,7 +60,7 @@ def train(device: torch.device) -> tuple[float, float]:
 
 
 def compare(device: torch.device) -> dict[str, float]:
-    """How far each strategy's result, put together, is from attention on one process."""
+    """The difference of each strategy's unsharded result from attention on one process."""
     torch.manual_seed(1)
     q, k, v = (torch.randn(BATCH, LENGTH, heads, HEAD_DIM).to(device) for heads in (HEADS, HEADS // 2, HEADS // 2))
     expected = qflash.attention(q, k, v, causal=True)

@@ -1,4 +1,4 @@
-"""What INT8 costs in accuracy: float32 and INT8 attention against float64, on easy and on awkward keys.
+"""The accuracy of INT8: float32 and INT8 attention against float64, on easy and on difficult keys.
 
 python examples/int8_accuracy.py
 """
@@ -12,7 +12,7 @@ B, T, H, D = 1, 512, 4, 64
 
 
 def inputs(rng: np.random.Generator) -> dict[str, tuple[np.ndarray, ...]]:
-    """Plain N(0, 1), and keys with a few channels far from zero, which is what real models have."""
+    """Plain N(0, 1), and keys with a few channels far from zero, as in real models."""
     q, k, v = rng.standard_normal((3, B, T, H, D), dtype=np.float32)
     offset = np.zeros(D, np.float32)
     offset[::10] = 8 * rng.standard_normal(len(offset[::10]))

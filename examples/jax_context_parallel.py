@@ -1,6 +1,6 @@
-"""Attention and its gradient over tokens that are spread over the devices of a mesh, inside shard_map.
+"""Attention and its gradient over tokens that are distributed over the devices of a mesh, inside shard_map.
 
-Every strategy is held against attention on one device. On a CPU, XLA makes as many devices as it is told to:
+Every strategy is compared with attention on one device. On a CPU, XLA creates as many devices as requested:
 
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/jax_context_parallel.py
 """
@@ -30,7 +30,7 @@ def main() -> None:
 
     alone = partial(loss, partial(qflash.attention, causal=True))
     expected, gradients = jax.value_and_grad(alone, (0, 1, 2))(q, k, v)
-    # Tokens in the order in which devices have them: two chunks for each, from both ends of the sequence.
+    # Tokens in the order of the devices: two chunks for each, from both ends of the sequence.
     split = NamedSharding(mesh, P(None, "context"))
     spread = [jax.device_put(parallel.shard(x, ranks=ranks, causal=True), split) for x in (q, k, v)]
     for strategy in ("ring", "all_gather", "ulysses"):

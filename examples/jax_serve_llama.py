@@ -1,9 +1,9 @@
 """Serve a small Llama in plain JAX: prompts of different lengths, then greedy text, with keys and values in pages.
 
-The weights are the repository's checkpoint, a byte-level model of the standard library's sources. Both programs, the
-prompts' and a step's, are given the pages as donated arguments, so that `qflash.paged_write` stores new tokens in them
-and nothing is copied. The step is compiled once and serves every token. A model without a cache, which computes all of
-the text at once, must find each of its bytes the most likely one, and the script checks that it does.
+The weights are the repository's checkpoint, a byte-level model of the standard library's sources. Both programs,
+prefill and decode step, take the pages as donated arguments, so that `qflash.paged_write` stores new tokens in them and
+nothing is copied. The step is compiled once and serves every token. A model without a cache, which computes all of the
+text at once, must also predict each of its bytes as the most likely one; the script checks this.
 
 python examples/jax_serve_llama.py
 python examples/jax_serve_llama.py --prompt "class Queue:" --prompt "import os" --new-tokens 60
@@ -25,12 +25,12 @@ import qflash
 SMALL = Path(__file__).resolve().parent / "llama" / "stdlib-small"
 PROMPTS = ("def __init__(self, ", "    def close(self):\n        ", "import ")
 PAGE = 16  # tokens
-# No kernel of a GPU reads pages of float32.
+# No GPU kernel reads pages of float32.
 DTYPE = jnp.float32 if jax.default_backend() == "cpu" else jnp.float16
-# By how much a byte's logit may be below the best one's, where both are about as likely and rounding decides.
+# How far a byte's logit may be below the best one, where both are about equally likely and rounding decides.
 NEAR = 1e-3 if DTYPE is jnp.float32 else 0.2
 
-Pools = list[tuple[jax.Array, jax.Array]]  # of each layer: the pages of keys and those of values
+Pools = list[tuple[jax.Array, jax.Array]]  # for each layer: the pages of keys and those of values
 
 
 class Server:
@@ -42,7 +42,7 @@ class Server:
 
         @partial(jax.jit, donate_argnames="pools", static_argnames="longest")
         def prefill(weights, pools, page_table, lens, tokens, starts, longest):
-            """The first new token of every sequence, after prompts that lie one after another in tokens [1, total]."""
+            """The first new token of every sequence, after prompts concatenated in tokens [1, total]."""
 
             def attend(q, kv):
                 return qflash.attention_varlen(
@@ -57,7 +57,7 @@ class Server:
 
         @partial(jax.jit, donate_argnames="pools")
         def decode(weights, pools, page_table, lens, tokens):
-            """The next token of every sequence after tokens [B], which lens count already."""
+            """The next token of every sequence after tokens [B], which lens already include."""
             logits, pools = paged(
                 weights,
                 tokens[:, None],
@@ -73,7 +73,7 @@ class Server:
         self.shape, self.prefill, self.decode = shape, prefill, decode
 
     def generate(self, prompts: list[bytes], new_tokens: int) -> list[bytes]:
-        """What the model writes after each prompt."""
+        """The model's text after each prompt."""
         counts = np.array([len(prompt) for prompt in prompts], np.int32)
         longest = int(counts.max()) + new_tokens
         if not counts.all() or longest > self.shape.length:
@@ -89,7 +89,7 @@ class Server:
         for _ in range(new_tokens - 1):
             lens = lens + 1
             token, pools = self.decode(self.weights, pools, page_table, lens, token)
-            found.append(token)  # nothing waits for it: JAX computes behind the loop
+            found.append(token)  # the loop does not wait for it: JAX computes asynchronously
         return [bytes(row) for row in np.stack(found, 1).astype(np.uint8)]
 
     def empty_pages(self, count: int) -> Pools:
@@ -102,12 +102,12 @@ def in_dtype(weights: Weights) -> Weights:
 
 
 def paged(weights, tokens, shape, pools, page_table, lens, write, attend) -> tuple[jax.Array, Pools]:
-    """The model's forward pass, whose attention writes new tokens into the pages of its layer and reads them there."""
+    """The model's forward pass; attention writes new tokens to the pages of its layer and reads them from there."""
     written: Pools = []
 
     def attend_in_pages(q, k, v):
         kv = write(qflash.PagedKV(*pools[len(written)], page_table, lens), k, v)
-        written.append((kv.k_pages, kv.v_pages))  # layers come in order
+        written.append((kv.k_pages, kv.v_pages))  # in the order of layers
         return attend(q, kv)
 
     logits = forward(weights, tokens, shape, attend_in_pages)
@@ -115,7 +115,7 @@ def paged(weights, tokens, shape, pools, page_table, lens, write, attend) -> tup
 
 
 def shortfall(weights: Weights, shape: Shape, prompt: bytes, text: bytes) -> float:
-    """By how much the logit of a byte of the text is below the best one's, at most, in one pass over all of it."""
+    """The largest difference of a byte's logit from the best one, in one pass over the whole text."""
     tables = [jnp.asarray(x) for x in qflash.rope_tables(shape.length, shape.head_dim)]
     tokens = jnp.asarray(np.frombuffer(prompt + text, np.uint8), jnp.int32)
     logits = forward(in_dtype(weights), tokens[None], shape, lambda q, k, v: qflash_attention(q, k, v, *tables))

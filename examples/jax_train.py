@@ -1,7 +1,7 @@
 """Train one attention layer under jax.jit: the gradient goes through qflash's own backward pass.
 
-The task is recall: every position must give back the value that stands `SHIFT` places before it, so attention has to
-learn to look back by position, which rotary embedding makes easy.
+The task is recall: every position must return the value `SHIFT` positions before it, so attention has to learn to look
+back by position, which rotary embedding makes easy.
 
 python examples/jax_train.py
 """

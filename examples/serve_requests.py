@@ -1,8 +1,8 @@
 """Serve a model of transformers to several clients: threads send prompts at any time, one thread computes rounds.
 
-A `Batcher` has one set of pages for all requests. Those that are running get a token each in every round, whoever else
-comes or goes, and prompts that begin alike share pages. The model is the repository's, of bytes of the standard
-library's sources. Each text must be what `generate` writes for that prompt alone, and the script checks that it is.
+A `Batcher` has one pool of pages for all requests. Running requests get one token each in every round, whichever others
+arrive or finish, and prompts that begin alike share pages. The model is the repository's, over bytes of the standard
+library's sources. Each text must equal that of `generate` for the prompt alone; the script checks this.
 
 python examples/serve_requests.py
 """
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from qflash.integrations.transformers import Batcher, Request, generate
 
 SMALL = Path(__file__).resolve().parent / "llama" / "stdlib-small"
-HEADER = '"""A class of the standard library."""\n\nimport threading\n\n\n'  # what all prompts begin with
+HEADER = '"""A class of the standard library."""\n\nimport threading\n\n\n'  # the beginning of all prompts
 PROMPTS = (
     HEADER + "class Queue:\n    def ",
     HEADER + "def main(",
@@ -29,7 +29,7 @@ NEW, PAGE = 24, 16
 
 
 def client(batcher: Batcher, prompts: tuple[str, ...]) -> list[tuple[Request, str]]:
-    """What a thread sends, one prompt after the answer to another, and the text that streamed to it."""
+    """Send one prompt after the answer to another, from a thread. Returns requests and the text streamed for each."""
     answers = []
     for prompt in prompts:
         text = bytearray()
@@ -52,7 +52,7 @@ def main() -> None:
             if batcher.step():
                 rounds += 1
             else:
-                sleep(0.001)  # nobody asks for anything
+                sleep(0.001)  # there is no request
     answers = [answer for one in clients for answer in one.result()]
     alone = {}
     for ids in {request.ids for request, _ in answers}:

@@ -1,8 +1,8 @@
 """Serve three sequences that share a prefix from one paged cache: prefill, questions of different lengths, decoding.
 
-The prefix is computed and stored once; `fork` shares its pages, and each sequence pays for its own tokens alone. Every
-result must equal plain attention over the whole sequence, and the script checks that it does. It runs in PyTorch, on a
-GPU where there is one, or in NumPy.
+The prefix is computed and stored once; `fork` shares its pages, and each sequence needs memory only for its own tokens.
+Every result must equal plain attention over the whole sequence; the script checks this. It runs in PyTorch, on a GPU if
+there is one, or in NumPy.
 
 python examples/serve_three_sequences.py
 """
@@ -26,7 +26,7 @@ bound = 2e-2 if on_gpu else 1e-5
 
 
 def as_array(x):
-    """x, of NumPy, in the framework and the type of the cache."""
+    """Convert NumPy's x to the framework and the dtype of the cache."""
     return x if torch is None else torch.from_numpy(x).to("cuda" if on_gpu else "cpu", dtype)
 
 
@@ -35,14 +35,14 @@ def as_numpy(x):
 
 
 class Model:
-    """Stands for a model: random queries, keys and values of each layer, and plain attention to check against."""
+    """Stands in for a model: random queries, keys and values of each layer, and plain attention to check against."""
 
     def __init__(self) -> None:
         self.random = np.random.default_rng(0)
         tables = qflash.rope_tables(LONGEST, HEAD_DIM)
         self.rope = qflash.Rope(*(x if torch is None else torch.from_numpy(x).to("cuda" if on_gpu else "cpu")
                                   for x in tables))  # fmt: skip
-        self.seen: dict[int, list[tuple]] = {}  # of each sequence: its keys and values, a piece for each step
+        self.seen: dict[int, list[tuple]] = {}  # for each sequence: its keys and values, one part per step
         self.worst = 0.0
 
     def new_tokens(self, shape: tuple[int, ...]):
@@ -51,7 +51,7 @@ class Model:
         return [as_array(self.random.standard_normal((*shape, h, HEAD_DIM), np.float32)) for h in heads]
 
     def check(self, sequence: int, layer: int, q, k, v, out) -> None:
-        """Compare what came of a sequence's new tokens, `[T, H, D]`, with attention over all of its tokens so far."""
+        """Compare the result of a sequence's new tokens, `[T, H, D]`, with attention over all of its tokens so far."""
         pieces = self.seen.setdefault(sequence, [])
         pieces.append((layer, k, v))
         join = np.concatenate if torch is None else torch.cat
@@ -75,7 +75,7 @@ def main() -> None:
         out = qflash.attention(q, kv, causal=True, rope=model.rope)
         model.check(first, layer, q[0], k[0], v[0], out[0])
 
-    # Three questions after it. They have different lengths, so that tokens are packed, one sequence after another.
+    # Three questions after it. They have different lengths, so tokens are packed, with the sequences concatenated.
     sequences = [first, cache.fork(first), cache.fork(first)]
     for sequence in sequences[1:]:
         model.seen[sequence] = list(model.seen[first])
@@ -91,8 +91,8 @@ def main() -> None:
             own = slice(end - count, end)
             model.check(sequence, layer, q[own], k[own], v[own], out[own])
 
-    # One token of each at a time. The step and its tables are made once, with room for all that is to come; on a GPU
-    # they could be part of a CUDA graph.
+    # One token of each at a time. The step and its tables are made once, with space for all later tokens; on a GPU they
+    # could be part of a CUDA graph.
     step = cache.extend(sequences, 1, columns=-(-LONGEST // PAGE))
     for at in range(STEPS):
         if at > 0:

@@ -1,7 +1,7 @@
 """Generate token by token with a key/value cache: grouped queries, rotary embedding, sequences of different lengths.
 
-The cache holds unrotated keys; attention rotates while it loads, so a key is written once and never touched again.
-Each step must equal the last row of attention over the whole sequence so far, and the script checks that it does.
+The cache holds unrotated keys; attention rotates them as it loads them, so a key is written once and never modified.
+Each step must equal the last row of attention over the whole sequence so far; the script checks this.
 
 python examples/torch_decode.py
 """
@@ -17,7 +17,7 @@ def main() -> None:
     torch.manual_seed(0)
     cos, sin = map(torch.from_numpy, qflash.rope_tables(ROOM, HEAD_DIM))
     rope = qflash.Rope(cos, sin)
-    lengths = torch.tensor([5, 17, 32], dtype=torch.int32)  # what each sequence has seen so far
+    lengths = torch.tensor([5, 17, 32], dtype=torch.int32)  # the number of tokens that each sequence has seen so far
     keys, values = torch.randn(2, BATCH, ROOM, KV_HEADS, HEAD_DIM)
 
     worst = 0.0

@@ -1,7 +1,7 @@
 """Quantize the keys and values of a prompt once, then let many queries attend to them. For Hopper GPUs.
 
-What `quantize_kv` keeps gives the bits of quantizing on the way, in half the memory ("int8_fp8"), and every call after
-the first saves the pass over k and v. On another machine the script says which kernel it would need.
+The result of `quantize_kv` gives the same bits as quantizing in the call, in half the memory ("int8_fp8"), and every
+call after the first saves the pass over k and v. On another machine the script prints which kernel it would need.
 
 python examples/torch_kept_prompt.py
 """

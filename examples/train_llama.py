@@ -4,9 +4,9 @@ python examples/train_llama.py --framework torch --attention qflash --curve qfla
 python examples/train_llama.py --framework torch --attention sdpa --curve sdpa.jsonl
 
 "qflash" computes attention and cross entropy, forward and backward, with qflash; "sdpa" with the framework's own
-functions. Weights and batches are the same, so the two losses belong beside each other. A loss curve is a file of JSON
-lines, one for each step; `python -m bench.curves qflash.jsonl sdpa.jsonl` draws several. The defaults are for a CPU,
-in float32; --device cuda computes in bfloat16.
+functions. Weights and batches are the same, so the two losses are comparable. A loss curve is a file of JSON lines, one
+per step; `python -m bench.curves qflash.jsonl sdpa.jsonl` draws several. The defaults are for a CPU, in float32;
+--device cuda computes in bfloat16.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Train a Llama of transformers on the standard library's sources, byte by byte, with qflash and with SDPA beside it.
+"""Train a Llama of transformers on the standard library's sources, byte by byte, with qflash and, alongside, with SDPA.
 
 python examples/train_stdlib_model.py --size base --device cuda --out trained   # 76 million weights, for a GPU
 python examples/train_stdlib_model.py --size small --attention qflash --out trained   # 1.2 million, for a CPU
 
-The attentions named start from the same weights and see the same batches; in one process they take turns, step by step,
-so that the times of a step belong beside each other. The folder gets a loss curve for each (JSON lines, which
+The attentions named start from the same weights and see the same batches; in one process they alternate, step by step,
+so that the times of a step are comparable. The folder gets a loss curve for each (JSON lines, which
 `python -m bench.curves` draws; `ms` is the time of a step), and a checkpoint of the first one, which
 `AutoModelForCausalLM.from_pretrained` reads and `python -m bench.quality` measures. One file in twenty is held out.
 """
@@ -19,16 +19,16 @@ import torch
 from llama.hf_model import ATTENTION, FUSED, SIZES, Learner, config_of
 from llama.text import all_sources, batches, windows
 
-# By size: what fits the machine that it is for.
+# By size: settings that fit the intended machine.
 DEFAULTS = {
     "small": {"steps": 3000, "length": 512, "batch": 8, "rate": 3e-3},
     "base": {"steps": 800, "length": 4096, "batch": 8, "rate": 1e-3},
 }
-TELL_EVERY = 20  # steps; losses come from the device only then
+TELL_EVERY = 20  # steps; losses are read from the device only then
 
 
 class Stopwatch:
-    """Times of steps: by events on a GPU, which the host runs ahead of, else by the clock."""
+    """Times of steps: from events on a GPU, where the host runs ahead, else from the clock."""
 
     def __init__(self, device: str) -> None:
         self.device, self.marks = device, []
@@ -93,7 +93,7 @@ def train(learners: dict[str, Learner], given: argparse.Namespace) -> dict[str, 
 
 
 def tell_speeds(rows: dict[str, list[dict[str, float]]]) -> None:
-    """A ratio is the median of ratios, each of two steps that ran one after the other."""
+    """Print speeds. A ratio is the median of ratios, each of two consecutive steps."""
     times = {name: [row["ms"] for row in of_one] for name, of_one in rows.items()}
     first, *others = times
     for name in times:

@@ -1,4 +1,4 @@
-"""Make the virtual environment that `make` works in: the packages pyproject.toml names, and a pinned torch."""
+"""Make the virtual environment for `make`: the packages that pyproject.toml names, and a pinned torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# PyPI's torch for Linux brings gigabytes of CUDA libraries; this index has the same release without them.
+# PyPI's torch for Linux includes gigabytes of CUDA libraries; this index has the same release without them.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """What pyproject.toml asks for, with the optional parts `extras`."""
+    """The requirements in pyproject.toml, with the optional parts `extras`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     unknown = sorted(set(extras) - set(optional))
@@ -60,7 +60,7 @@ def main() -> None:
         venv.create(args.folder, with_pip=True)
     failed = subprocess.run([*map(str, command), *packages], stdin=subprocess.DEVNULL).returncode
     if not failed:
-        # Bytecode, which pip would make of one file after another. Files that no Python reads are some packages' data.
+        # Compile bytecode, which pip would do serially. Some packages' data includes files that no Python can read.
         subprocess.run([python, "-m", "compileall", "-qq", "-j", "0", args.folder / "lib"])
     sys.exit(failed)
 

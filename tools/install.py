@@ -1,10 +1,10 @@
-"""Install this checkout into the running interpreter, unless what it imports was built from the C++ that is here now.
+"""Install this checkout into the running interpreter, unless its import was already built from the current C++.
 
-A record beside the builds says which native module was built from which sources, by their contents: times would miss a
-file of a suffix that nobody thought of, and would build again after `git switch` there and back.
+A record next to the builds states which native module was built from which sources, by their contents: timestamps would
+miss a file with an unexpected suffix, and would rebuild after `git switch` there and back.
 
-With scikit-build-core and pip at hand that is `pip install --no-build-isolation --no-deps -e .`; on a machine that has
-only CMake and pybind11 (or PyTorch, which carries its headers), the native module is built into the source tree, and
+With scikit-build-core and pip available this is `pip install --no-build-isolation --no-deps -e .`; on a machine with
+only CMake and pybind11 (or PyTorch, which includes its headers), the native module is built into the source tree, and
 PYTHONPATH must name the checkout. Neither downloads anything.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
-# Everything that CMake reads and compiles, whatever it is called. CUDA sources are compiled on first use, not here.
+# Everything that CMake reads and compiles, with any suffix. CUDA sources are compiled on first use, not here.
 SOURCES = ("CMakeLists.txt", "qflash/csrc/bindings", "qflash/csrc/cpu", "qflash/csrc/include")
 RECORD = ROOT / "build" / f"native-{sys.implementation.cache_tag}.json"
 
@@ -42,7 +42,7 @@ def imported() -> tuple[Path, Path] | str:
 
 
 def sources() -> dict[str, str]:
-    """What the native module is made of: the path of each file in the checkout, and the digest of its contents."""
+    """The sources of the native module: the path of each file in the checkout, and the digest of its contents."""
     files = (path for name in SOURCES for path in (ROOT / name, *(ROOT / name).rglob("*")) if path.is_file())
     contents = {path.relative_to(ROOT).as_posix(): path.read_bytes() for path in files}
     contents["pyproject.toml"] = build_settings()
@@ -50,20 +50,20 @@ def sources() -> dict[str, str]:
 
 
 def build_settings() -> bytes:
-    """pyproject.toml but for the settings of tools that build and install nothing."""
+    """pyproject.toml without the settings of tools that build and install nothing."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     settings["tool"] = settings["tool"].get("scikit-build")
     return json.dumps(settings, sort_keys=True).encode()
 
 
 def stamp(native: Path) -> list[str | int]:
-    """Which build of the native module this is."""
+    """Identifies a build of the native module."""
     about = native.stat()
     return [str(native), about.st_mtime_ns, about.st_size]
 
 
 def recorded() -> dict[str, Any]:
-    """What the last build here left: `module`, the stamp of what it built, and `sources`, what that was built from."""
+    """The record of the last build here: `module`, the stamp of its result, and `sources`, which it was built from."""
     try:
         return dict(json.loads(RECORD.read_text()))
     except (OSError, ValueError):
@@ -95,7 +95,7 @@ def build() -> None:
     """Build and install, and record what was built from what."""
     now = sources()
     for name in changed(recorded().get("sources", {}), now):
-        if name in now:  # ninja goes by times, and a file that came from elsewhere may be older than its object
+        if name in now:  # ninja compares times, and a file from elsewhere may be older than its object
             os.utime(ROOT / name)
     if is_editable():
         install_editable()
@@ -109,7 +109,7 @@ def build() -> None:
 
 
 def is_editable() -> bool:
-    """Whether what an editable install needs is here; otherwise the module is built in place."""
+    """Whether the requirements of an editable install are available; otherwise the module is built in place."""
     return has("scikit_build_core") and has("pybind11") and has("pip")
 
 
@@ -119,7 +119,7 @@ def give_up(why: str) -> NoReturn:
 
 
 def run(command: list[str]) -> None:
-    """Run quietly; show everything when it fails."""
+    """Run quietly; print all output on failure."""
     options = {"cwd": ROOT, "env": environment(), "stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
     done = subprocess.run(command, **options)
     if done.returncode:
@@ -127,26 +127,26 @@ def run(command: list[str]) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The interpreter's own bin folder first: that is where PyPI's cmake and ninja are."""
+    """With the interpreter's own bin folder first, which has PyPI's cmake and ninja."""
     folder = str(Path(sys.executable).parent)
     return os.environ | {"PATH": folder + os.pathsep + os.environ.get("PATH", "")}
 
 
 def has(module: str) -> bool:
-    # By the path alone: a finder of setuptools takes a look for pip as a sign that pip runs, and gives up distutils.
+    # By path only: a finder of setuptools interprets a search for pip as pip running, and disables distutils.
     return PathFinder.find_spec(module) is not None
 
 
 def install_editable() -> None:
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install"]
     run([*pip, "--no-build-isolation", "--no-deps", "--no-index", "-e", "."])
-    # The redirect of an editable install and a module in the source tree must not compete.
-    for suffix in EXTENSION_SUFFIXES:  # of this interpreter alone: another one's module is in no other place
+    # The redirect of an editable install and a module in the source tree must not conflict.
+    for suffix in EXTENSION_SUFFIXES:  # only of this interpreter: another one's module is nowhere else
         (ROOT / "qflash" / f"_native{suffix}").unlink(missing_ok=True)
 
 
 def pybind11_prefix(folder: Path) -> Path | None:
-    """Where CMake finds pybind11: its own package, or a stand-in for the headers that PyTorch carries."""
+    """Where CMake finds pybind11: its own package, or a stand-in for the headers that PyTorch includes."""
     if has("pybind11"):
         import pybind11
 

@@ -1,7 +1,7 @@
 """Style and types: ruff and mypy on Python, clang-format on the C++ and CUDA files given.
 
-All are pinned in pyproject.toml, because releases differ in what they call formatted or correctly typed. A tool that is
-missing, or of another release, is named and skipped.
+All are pinned in pyproject.toml, because releases differ in what they consider formatted or correctly typed. A tool
+that is missing, or of another release, is reported and skipped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pinned(tool: str) -> str:
 
 
 def find(tool: str) -> str | None:
-    """The tool beside the interpreter or on the PATH, if it is the pinned release."""
+    """The tool next to the interpreter or on the PATH, if it is the pinned release."""
     beside = Path(sys.executable).parent / tool
     path = str(beside) if beside.exists() else shutil.which(tool)
     if path is None:
@@ -39,7 +39,7 @@ def main(cpp_files: list[str]) -> int:
     if ruff:
         checks += [[ruff, "check", "--quiet", "."], [ruff, "format", "--check", "--quiet", "."]]
     mypy = find("mypy")
-    if mypy:  # pyproject.toml says which files, and how strictly
+    if mypy:  # pyproject.toml specifies the files and the strictness
         checks.append([mypy, "--python-executable", sys.executable, "--no-error-summary"])
     clang_format = find("clang-format")
     if clang_format and cpp_files:

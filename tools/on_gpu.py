@@ -1,25 +1,24 @@
-"""Everything that only a GPU can show, step by step: tests, sanitizer, benchmarks. To be run before a release.
+"""Everything that only a GPU can show, step by step: tests, sanitizer, benchmarks. Run it before a release.
 
     python tools/on_gpu.py --to FOLDER                 all steps
-    python tools/on_gpu.py --to FOLDER --minutes 9     as many as fit; the last line says how to go on
+    python tools/on_gpu.py --to FOLDER --minutes 9     as many as fit; the last line says how to continue
     python tools/on_gpu.py --to FOLDER --from STEP     from a step on
-    python tools/on_gpu.py --to FOLDER STEP...         these alone
+    python tools/on_gpu.py --to FOLDER STEP...         only these
     python tools/on_gpu.py --list                      their names and limits
 
-FOLDER gets steps.jsonl, with each step's exit status and seconds, and made.tar.gz, with the rows and profiles that were
-made and what the steps printed. Both are written after every step, so that what was measured outlives the machine. The
-next run into the same FOLDER writes made-2.tar.gz. A table of all steps is the last that is printed.
+FOLDER gets steps.jsonl, with each step's exit status and seconds, and made.tar.gz, with new rows and profiles and the
+steps' output. Both are written after every step, so that results are kept if the machine is lost. The next run into the
+same FOLDER writes made-2.tar.gz. A table of all steps is printed last.
 
-What has never run on a GPU, and figures that are asked for, come first; what passed before and is run again comes last.
+Steps that have never run on a GPU, and figures that were requested, come first; steps that passed before come last.
 
-Kernels are compiled when a step first needs them, and the GPU waits for minutes. They can be compiled before, on any
-machine with the same nvcc:
+Kernels are compiled when a step first needs them, while the GPU waits for minutes. They can be compiled beforehand, on
+any machine with the same nvcc:
 
     QFLASH_CACHE_DIR=build/kernels qflash build --arch 90
 
-Steps load them from build/kernels where that folder is there, and compile what it lacks. `qflash build --arch 90
---dry-run` says how many of them the compiler of a machine finds there. Where there is no git, QFLASH_COMMIT says which
-commit the rows are of.
+Steps load them from build/kernels if that folder exists, and compile missing ones. `qflash build --arch 90 --dry-run`
+shows how many of them a machine's compiler finds there. Without git, QFLASH_COMMIT specifies the commit of the rows.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "on_gpu"
 MADE = (ROOT / "bench" / "results", ROOT / "profiles", LOGS)
-MOST_BYTES = 8 << 20  # of a file that is kept: a trained model stays where it is
-KERNELS = ROOT / "build" / "kernels"  # that were compiled before
+MOST_BYTES = 8 << 20  # per file that is kept: a trained model is not copied
+KERNELS = ROOT / "build" / "kernels"  # those compiled beforehand
 TRAINED = "build/on_gpu/trained"
 
 
 @dataclass(frozen=True)
 class Step:
-    """A command of the checkout, and the seconds after which it and all that it started are ended."""
+    """A command of the checkout, and the seconds after which it and all processes that it started are ended."""
 
     name: str
     arguments: tuple[str, ...]  # of Python
@@ -60,10 +59,10 @@ class Step:
 
 
 def _tests(name: str, seconds: int, words: str = "", examples: int | None = None, **folders: str) -> Step:
-    """Tests with the mark gpu. folders: of tests/, each with the names of its files, "" for all."""
+    """Tests marked gpu. folders: of tests/, each with the names of its files, "" for all."""
     paths = [f"tests/{folder}" for folder, names in folders.items() if not names]
     paths += [f"tests/{folder}/test_{name}.py" for folder, names in folders.items() for name in names.split()]
-    # A file that wants a package which is not there must not keep the others from running.
+    # A file that needs a missing package must not keep the others from running.
     several = ("-n", "12", "--dist", "worksteal") if importlib.util.find_spec("xdist") else ()
     arguments = (
         "-m",
@@ -90,7 +89,7 @@ def _module(name: str, seconds: int, *arguments: str) -> Step:
 
 
 def _models(name: str, seconds: int, *arguments: str, again: bool = False) -> Step:
-    """What has no row yet, of those points, or all of them; a contender that was begun has 40 seconds to end."""
+    """Points without a row, or all of them; a contender that has started has 40 seconds to end."""
     words = (*arguments, *(() if again else ("--missing",)), "--limit", str(seconds - 40))
     return _module(name, seconds, "bench.models", "cuda", *words)
 
@@ -113,7 +112,7 @@ def _sanitizer(tool: str, seconds: int, *kernels: str) -> Step:
 STEPS = (
     _script("build", 240, "tools/install.py"),
     _module("kernels", 60, "qflash.cli", "build", "--arch", "90", "--dry-run"),
-    # What changed since it ran: decoding with rope, writes to INT8 pages, the last wave of linear layers, rings.
+    # Changed since the last run: decoding with rope, writes to INT8 pages, the last wave of linear layers, rings.
     _tests(
         "tests-decode",
         300,
@@ -124,7 +123,7 @@ STEPS = (
     _models("bench-models", 160, "--models", "llama-1b", "--batches", "1", "--prompts", "900", again=True),
     _module("bench-ring", 60, "bench.ring", "cuda"),
     _module("bench-linear", 300, "bench.linear", "cuda"),
-    # What has never run on a GPU.
+    # Never run on a GPU.
     _tests("tests-reductions", 120, numerics="reductions", frontends="ops_gpu torch_parallel_gpu"),
     _tests("tests-random-triton", 200, words="triton", numerics="random"),
     _module("bench-triton", 520, "bench.beside_triton", "triton", "triton-decode", "triton-rows", "triton-linear"),
@@ -138,7 +137,7 @@ STEPS = (
     _profiles("profiles-linear", 200, "sm90_linear_bwd", "linear_bwd"),
     _sanitizer("racecheck", 500, "sm90_bwd"),
     _sanitizer("racecheck", 500, "decode", "sm90_decode"),
-    # What passed before, and figures that there are.
+    # Passed before, and existing figures.
     _tests("tests-models", 240, integrations="", frontends="torch_parallel_gpu"),
     _tests("tests-triton", 240, frontends="triton_gpu"),
     _tests("tests-gradients", 400, words="gradients", examples=700, numerics="random"),
@@ -168,8 +167,8 @@ STEPS = (
 
 
 def environment(step: Step) -> dict[str, str]:
-    """What a step's program sees: this checkout, wherever it goes, and kernels that were compiled before. Nothing is
-    fetched: models are made or trained here."""
+    """The environment of a step's program: this checkout, wherever it is, and kernels compiled beforehand. Nothing is
+    downloaded: models are made or trained here."""
     known = {"HF_HUB_OFFLINE": "1"} | os.environ
     known["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), known.get("PYTHONPATH"))))
     if KERNELS.is_dir():
@@ -196,7 +195,7 @@ def run(step: Step) -> tuple[int | str, float, str]:
         except subprocess.TimeoutExpired:
             _end(process)
             status = "too long"
-        except BaseException:  # an interrupt reaches this process alone, because the step has a session of its own
+        except BaseException:  # an interrupt reaches only this process, because the step has its own session
             _end(process)
             raise
     seconds = time.monotonic() - begun
@@ -210,13 +209,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def new_archive(folder: Path) -> Path:
-    """A name that no earlier run has given to what it made."""
+    """A name that no earlier run has used for its archive."""
     names = itertools.chain(["made.tar.gz"], (f"made-{number}.tar.gz" for number in itertools.count(2)))
     return next(folder / name for name in names if not (folder / name).exists())
 
 
 def keep(archive: Path, begun: float) -> None:
-    """What was written since `begun`, as one archive. The last one is there until this one is whole."""
+    """Archive what was written since `begun`. The previous archive is kept until this one is complete."""
     part = archive.with_suffix(".part")
     with tarfile.open(part, "w:gz") as file:
         for path in sorted(path for made in MADE for path in made.rglob("*")):
@@ -273,7 +272,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], rest: Sequence[Step]) -> list[str]:
-    """Lines for those who read the end alone: every step that ran, how it ended, and how to go on with the rest."""
+    """Lines for readers of only the end: every step that ran, its outcome, and how to continue with the rest."""
     good = sum(row["status"] == 0 for row in rows)
     said = f"{good} of {len(rows)} steps ended well, in {sum(row['seconds'] for row in rows):.0f} s"
     lines = ["", f"{'step':22} {'status':>10} {'time':>8}  last line", *map(line, rows), said]

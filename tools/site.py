@@ -1,6 +1,6 @@
-"""Build the documentation's site into build/site. A warning, as of a dead link or heading, is an error.
+"""Build the documentation's site into build/site. A warning, for example about a dead link or heading, is an error.
 
-mkdocs.yml configures it. Where MkDocs is not installed (`make docs VENV=`), the site is named and left out.
+mkdocs.yml configures it. If MkDocs is not installed (`make docs VENV=`), this is reported and the site is skipped.
 """
 
 from __future__ import annotations

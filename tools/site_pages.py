@@ -1,9 +1,9 @@
-"""What MkDocs asks of us: pages and pictures from outside docs/, and links that lead there.
+"""MkDocs hooks: pages and pictures from outside docs/, and links to them.
 
-README.md is the home page and ARCHITECTURE.md a page, both as they stand. A link in them, or in docs/, is written for a
+README.md is the home page and ARCHITECTURE.md a page, both unchanged. A link in them, or in docs/, is written for a
 reader of the repository. On the site a link to a page or picture leads to that page or picture; a link to a source file
 leads to the repository's address ([project.urls] Source in pyproject.toml) or, while there is none, is code without a
-link. docs/decisions/0014-docs-site.md says why.
+link. docs/decisions/0014-docs-site.md explains why.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MARKER = re.compile(r"^<!-- .*? -->$", re.MULTILINE)
 
 @cache
 def source_address() -> str | None:
-    """Where the repository's files can be read, without a slash at the end."""
+    """The address where the repository's files can be read, without a trailing slash."""
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     return f"{urls['Source'].rstrip('/')}/blob/main" if "Source" in urls else None
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages and pictures that stand outside docs/."""
+    """Add the pages and pictures outside docs/."""
     for path, name in PAGES.items():
         files.append(File.generated(config, name, abs_src_path=str(ROOT / path)))
     for folder in PICTURES:
@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def for_site(markdown: str, path: str) -> str:
-    """The text of `path` (in the repository), outside of code: links as the site needs them, and no markers."""
+    """The text of `path` (in the repository), outside of code: links in the site's form, and no markers."""
     return LINK.sub(lambda link: _link(link, path), MARKER.sub("", markdown))
 
 
@@ -83,5 +83,5 @@ def _link(link: re.Match[str], path: str) -> str:
 
 
 def _code(text: str) -> str:
-    """A path without a link as code, other words as they are."""
+    """A path without a link as code, other text unchanged."""
     return f"`{text}`" if PATH.fullmatch(text) else text

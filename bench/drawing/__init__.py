@@ -1,1 +1,1 @@
-"""How rows look: one table of colours, one kind of page, and a module for each form of picture."""
+"""The appearance of rows: one table of colours, one page format, and a module for each form of picture."""

@@ -1,4 +1,4 @@
-"""Tokens a second of whole models: a panel for each point, a bar for each contender; longer is better."""
+"""Tokens per second of whole models: a panel for each point, a bar for each contender; longer is better."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Row = dict[str, Any]
-BAR, GAP, AROUND = 19, 0.24, 64  # pixels of a bar with its gap; the gap's part of it; pixels of a title and an axis
+BAR, GAP, AROUND = 19, 0.24, 64  # pixels of a bar with its gap; the gap's share of it; pixels of a title and an axis
 
 
 def figure(rows: list[Row]) -> Figure:
-    """The picture of rows of bench.models, those that have figures."""
+    """The picture of rows of bench.models that have figures."""
     rows = [row for row in rows if "skipped" not in row]
     points: dict[str, list[Row]] = {}
     for row in rows:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 LINE = 34  # pixels between two inputs
-SPREAD = 0.5  # of that distance, over which an input's candidates are spread so that equal errors stay apart
+SPREAD = 0.5  # share of that distance over which an input's candidates are spread, to separate equal errors
 
 
 def figure(rows: list[Row]) -> Figure:

@@ -1,4 +1,4 @@
-"""Names at the ends of lines, apart from each other."""
+"""Names at the ends of lines, without overlap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ASIDE = 26  # pixels from the end of a line to its name
 
 
 def spread(places: Sequence[float], gap: float) -> list[float]:
-    """Places near the given ones, in their order and `gap` apart. Those that are too close share their middle."""
+    """Places near the given ones, in their order and `gap` apart. Those that are too close are centred together."""
     groups: list[tuple[float, list[int]]] = []  # (middle, members)
     for index in sorted(range(len(places)), key=lambda index: places[index]):
         middle, members = places[index], [index]
@@ -33,8 +33,8 @@ def spread(places: Sequence[float], gap: float) -> list[float]:
 
 
 def at_ends(axis: Axes, names: Sequence[str], ends: Sequence[tuple[float, float]]) -> None:
-    """Each name to the right of the end of its line. Axes must have their scales and limits."""
-    axis.figure.draw_without_rendering()  # only then pixels are known
+    """Place each name to the right of the end of its line. Axes must have their scales and limits."""
+    axis.figure.draw_without_rendering()  # pixels are known only after this
     pixel = axis.figure.dpi / 96
     heights = [axis.transData.transform(end)[1] / pixel for end in ends]
     for name, end, old, new in zip(names, ends, heights, spread(heights, LINE), strict=True):

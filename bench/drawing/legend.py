@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LINE_HEIGHT = 18  # pixels
-LETTER, HANDLE = 6.8, 60  # pixels of a letter, and of what stands beside a name
+LETTER, HANDLE = 6.8, 60  # pixels of a letter, and of the handle next to a name
 
 
 def paint(look: Look, line: bool = True) -> dict[str, Any]:
-    """A look in matplotlib's words; line: markers are joined."""
+    """A look as matplotlib arguments; line: markers are joined."""
     colour = look.colour.light
     return {
         "color": colour,
@@ -29,7 +29,7 @@ def paint(look: Look, line: bool = True) -> dict[str, Any]:
 
 
 def lines(names: list[str]) -> int:
-    """The fewest lines that all names fit into; names go down a column, then to the next."""
+    """The fewest lines that all names fit into; names are ordered by column."""
     for count in range(1, len(names)):
         columns = [names[start : start + count] for start in range(0, len(names), count)]
         if sum(max(map(len, column)) * LETTER + HANDLE for column in columns) <= WIDTH:
@@ -38,12 +38,12 @@ def lines(names: list[str]) -> int:
 
 
 def height(names: list[str]) -> int:
-    """In pixels."""
+    """The height in pixels."""
     return LINE_HEIGHT * lines(names) + 8
 
 
 def add(figure: Figure, handles: dict[str, Artist]) -> None:
-    """Put the legend of these names above the panels, below the title."""
+    """Add the legend of these names above the panels, below the title."""
     names = list(handles)
     below = 1 - HEAD / (figure.get_figheight() * 96)
     figure.legend(

@@ -1,7 +1,7 @@
-"""A picture as a file: an SVG of 900 px that is read on white and on dark pages.
+"""A picture as a file: an SVG of 900 px that is readable on white and on dark pages.
 
-It is one file, with its own background, whose colours a media query exchanges. Two files would need other Markdown on
-GitHub than on a MkDocs site; a transparent background leaves no colour of text with a contrast of 4.5 on both pages.
+It is one file, with its own background, and a media query switches its colours. Two files would need different Markdown
+on GitHub and on a MkDocs site; with a transparent background no text colour has a contrast of 4.5 on both pages.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 WIDTH = 900  # CSS pixels
 PX = 72 / 96  # points in one
 HEAD, FOOT = 34, 17  # pixels of the title and of a line of the caption
-LEFT = 0.012  # where both begin
+LEFT = 0.012  # left edge of both
 TITLE, TEXT, SMALL = 14 * PX, 12 * PX, 11 * PX
 
 # Text stays text and ids are stable: files are small and differ only when the rows do. DejaVu Sans, which matplotlib
-# brings, is wider than what browsers put in its place, so what does not overlap here overlaps nowhere.
+# includes, is wider than browsers' substitutes, so text that does not overlap here overlaps nowhere.
 SETTINGS = {
     "svg.fonttype": "none",
     "svg.hashsalt": "qflash",
@@ -70,7 +70,7 @@ def blank(panels: float, title: str, caption: str, legend: float = 0) -> Figure:
     below = FOOT * (caption.count("\n") + 1) + 7
     height = HEAD + legend + panels + below
     figure = Figure(figsize=(WIDTH / 96, height / 96), layout="constrained")
-    FigureCanvasAgg(figure)  # it measures text
+    FigureCanvasAgg(figure)  # to measure text
     padding = {"w_pad": 6 * PX / 72, "h_pad": 4 * PX / 72, "wspace": 0.02, "hspace": 0.03}
     foot, head = below / height, HEAD / height
     figure.get_layout_engine().set(rect=(0, foot, 1, panels / height), **padding)
@@ -101,7 +101,7 @@ def render(make: Callable[[], Figure], source: str = "") -> str:
 
 
 def _settle(figure: Figure) -> None:
-    """Lay the panels out and round their places: the solver's last bits differ from run to run, and ids with them."""
+    """Lay the panels out and round their positions: the solver's last bits, and so ids, differ from run to run."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for axes in figure.axes:
@@ -109,9 +109,9 @@ def _settle(figure: Figure) -> None:
 
 
 def themed(svg: str) -> str:
-    """The SVG with a style that gives its colours their dark halves on dark pages.
+    """The SVG with a style that replaces its colours with their dark variants on dark pages.
 
-    Colours stay written out where they are used, so that programs without media queries show the light ones.
+    Colours are still written out where they are used, so that programs without media queries show the light ones.
     """
     used = [colour for colour in every_colour() if colour.light in svg]
     rules = "".join(
@@ -125,12 +125,12 @@ def themed(svg: str) -> str:
 
 
 def digest(sources: Iterable[Path]) -> str:
-    """What tells the files that a picture is made from, from others."""
+    """A digest of the files that a picture is made from."""
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 def write(path: Path, svg: str) -> bool:
-    """Whether the file had to be written."""
+    """Write the file if it changed. Returns whether it did."""
     if path.exists() and path.read_text() == svg:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)

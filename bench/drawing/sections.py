@@ -1,4 +1,4 @@
-"""How the rows of a preset are divided: sections with axes in common, and in them a panel per head dim and mask."""
+"""How the rows of a preset are divided: sections with common axes, and in them a panel per head dim and mask."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench import limits, profiles
 
 Row = dict[str, Any]
 KINDS = ("forward", "backward", "train", "decode")
-ROOMY = 5  # candidates up to which parts of a kernel's work ("kernel alone") are drawn too; more are for the tables
-FAR = 2.5  # times the fastest row: a limit that is further away would press the rows flat
-STEEP = 20  # fastest over slowest: from here on a linear axis hides the slow ones
-FEW = 2  # lengths of a panel up to which rows are bars, not lines
+ROOMY = 5  # up to this many candidates, parts of a kernel's work ("kernel alone") are drawn too, else only tabulated
+FAR = 2.5  # times the fastest row: a limit farther away would compress the rows
+STEEP = 20  # fastest over slowest: above this a linear axis hides the slow ones
+FEW = 2  # maximum number of lengths of a panel whose rows are bars, not lines
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Section:
 
     @cached_property
     def panels(self) -> dict[str, list[Row]]:
-        """Rows by the title of their panel. Panels of one length each would be empty ones, so they are one."""
+        """Rows by the title of their panel. Panels of one length each would be nearly empty, so they are merged."""
         found: dict[str, list[Row]] = {}
         batched = self.kind == "decode"  # elsewhere the batch follows from the length
         for row in sorted(self.rows, key=lambda row: (row["D"], row["causal"], row["B"] if batched else 0)):
@@ -39,7 +39,7 @@ class Section:
 
     @cached_property
     def columns(self) -> int:
-        """Up to four panels stand in a row. Of more, the two masks of a head dim stand below each other."""
+        """Up to four panels are in one row. With more, the two masks of a head dim are in one column."""
         if len(self.panels) <= 4:
             return len(self.panels)
         return 4 if self.kind == "decode" else math.ceil(len(self.panels) / 2)
@@ -50,7 +50,7 @@ class Section:
 
     @cached_property
     def depth(self) -> int:
-        """How many rows of panels it has."""
+        """The number of rows of panels."""
         return math.ceil(len(self.panels) / self.columns)
 
     @cached_property
@@ -63,7 +63,7 @@ class Section:
 
     @cached_property
     def steep(self) -> bool:
-        """Rates need a logarithmic axis, on which bars have no foot."""
+        """Whether rates need a logarithmic axis, on which bars have no base."""
         rates = [self.rate(row) for row in self.rows]
         return not self.bars and max(rates) > STEEP * min(rates)
 
@@ -80,7 +80,7 @@ class Section:
 
     @cached_property
     def limits(self) -> list[limits.Limit]:
-        """The hardware's limits that lie within reach: of arithmetic, or of memory for decoding."""
+        """The hardware limits within reach: of arithmetic, or of memory for decoding."""
         gpu = profiles.folder_of(self.rows[0]["gpu"] or "")
         quantized = any(row["precision"] not in (None, "native") for row in self.rows)
         if self.kind == "decode":
@@ -92,7 +92,7 @@ class Section:
 
 
 def problem(row: Row) -> str:
-    """What sets a panel apart."""
+    """What distinguishes a panel."""
     if row["kind"] == "decode":
         return f"B = {row['B']}, H = {row['Hq']}/{row['Hkv']}, D = {row['D']}"
     return f"D = {row['D']}, {'causal' if row['causal'] else 'full'}"
@@ -104,12 +104,12 @@ def short(length: int) -> str:
 
 
 def is_part(row: Row) -> bool:
-    """It was measured without a part of its work."""
+    """Whether it was measured without part of its work."""
     return row["kernel"] is not None and "(" in row["candidate"]
 
 
 def sections(rows: list[Row]) -> list[Section]:
-    """All that can be drawn of some rows."""
+    """All sections that can be drawn from rows."""
     drawn = [row for row in rows if row["kind"] in KINDS]
     if len({row["candidate"] for row in drawn}) > ROOMY:
         drawn = [row for row in drawn if not is_part(row)]

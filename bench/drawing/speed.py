@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PANEL, BUSY_PANEL, STEEP_PANEL = 225, 275, 350  # pixels of height, by what a panel has to show
+PANEL, BUSY_PANEL, STEEP_PANEL = 225, 275, 350  # pixels of height, by the contents of a panel
 BUSY = 5  # candidates
 DASHES = ("-.", (0, (1, 1.5)))
 

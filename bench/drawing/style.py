@@ -1,7 +1,8 @@
-"""One table of colours and markers for everyone who takes part, in every picture.
+"""One table of colours and markers for all candidates, in every picture.
 
-A colour is a pair: on white, and on GitHub's dark page. qflash's kernels are warm and drawn in full lines; peers are
-cool and dashed. The same peer under two names (FlashAttention 2 by way of PyTorch, cuDNN by way of JAX) has one colour.
+A colour is a pair: on white, and on GitHub's dark page. qflash's kernels have warm colours and solid lines; peers have
+cool colours and dashed lines. The same peer under two names (FlashAttention 2 through PyTorch, cuDNN through JAX) has
+one colour.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ KERNELS = {
     "triton_decode": Look(Colour("#a03fb0", "#e08cf0"), "H"),
     "sm90_bwd": Look(Colour("#f0640a", "#ff8f3f"), "o"),
     "fa_mma_bwd": Look(Colour("#7a1f2b", "#c96a6a"), "^"),
-    "qflash": Look(Colour("#e0480c", "#ff7a45"), "o"),  # a model's every layer
+    "qflash": Look(Colour("#e0480c", "#ff7a45"), "o"),  # every layer of a model
     "cpu": Look(Colour("#e8560a", "#ff9a52"), "o"),
     "cpu_int8": Look(Colour("#c41034", "#ff6b76"), "s"),
 }
@@ -78,10 +79,10 @@ PEERS = {
     "jax.nn xla": Look(Colour("#3d7ea6", "#86bbd8"), "<", "--"),
 }
 
-# Marker and line of a candidate on 16-bit pages, which has the colour that it has on arrays.
+# Marker and line of a candidate on 16-bit pages, which has the same colour as on arrays.
 PAGES = {"pages of 256": ("^", "-"), "pages of 16": ("v", ":")}
 
-# For candidates that have no line above yet.
+# For candidates without an entry above.
 SPARE = tuple(
     Look(Colour(light, dark), marker, "-.")
     for light, dark, marker in (
@@ -96,7 +97,7 @@ SPARE = tuple(
 
 
 def known(candidate: str) -> Look | None:
-    """A candidate's line of the table. On pages it is hollow; a part of a kernel's work, or more, is dotted too."""
+    """A candidate's entry in the table. Markers on pages are hollow; a partial or extended kernel is also dotted."""
     if candidate in PEERS:
         return PEERS[candidate]
     name = candidate.removeprefix("qflash ")
@@ -111,7 +112,7 @@ def known(candidate: str) -> Look | None:
 
 
 def looks(candidates: Iterable[str]) -> dict[str, Look]:
-    """How each is drawn; those without a line in the table take spare ones in turn."""
+    """How each is drawn; those without an entry in the table use spare ones in turn."""
     names = list(dict.fromkeys(candidates))
     unknown = [name for name in names if known(name) is None]
     return {name: known(name) or SPARE[unknown.index(name) % len(SPARE)] for name in names}

@@ -1,7 +1,7 @@
-"""Accuracy against speed: what kernels of fewer bits give, and what they take; a panel per head dim.
+"""Accuracy against speed: what kernels of fewer bits gain and lose; a panel per head dim.
 
-Speed is a multiple of the fastest 16-bit peer's on the same problem, of long sequences. Error is that of the same rows.
-A bar leads to the largest error on other inputs, where those were measured.
+Speed is relative to the fastest 16-bit peer on the same problem, for long sequences. Errors are those of the same rows.
+A bar extends to the largest error on other inputs, if those were measured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Point = tuple[float, float]  # (error, speed)
-LONG = 4096  # keys from which on quantized kernels are to be faster
+LONG = 4096  # number of keys from which quantized kernels should be faster
 HEIGHT = 380
 EVEN = "as fast as the fastest 16-bit peer"
-ALONE = "(kernel alone)"  # nobody can call a kernel so; with "kv ready" one can
+ALONE = "(kernel alone)"  # no user can call a kernel this way; with "kv ready" they can
 
 
 def points(rows: list[Row]) -> dict[int, dict[str, list[Point]]]:

@@ -1,4 +1,4 @@
-"""A checkpoint of transformers' Llama as the weights of this folder's models, in NumPy: no other package reads it."""
+"""Loads a checkpoint of transformers' Llama as weights for this folder's models, with only NumPy."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import numpy as np
 from llama.shape import Shape
 
 TYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-# By the name here: that of transformers, whose matrices are [out, in].
+# Name here -> name in transformers, whose matrices are [out, in].
 OF_A_LAYER = {
     "attention_norm": "input_layernorm",
     "q": "self_attn.q_proj",
@@ -24,7 +24,7 @@ OF_A_LAYER = {
 
 
 def safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file: the length of a JSON header, the header, and what it gives places in."""
+    """The arrays of a file: the length of a JSON header, the header, and the data at the offsets it specifies."""
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     found = {}
@@ -40,7 +40,7 @@ def safetensors(path: Path) -> dict[str, np.ndarray]:
 
 
 def load(folder: Path) -> tuple[Shape, dict[str, np.ndarray]]:
-    """The model's shape and its float32 weights, named as `first_weights` names them."""
+    """The model's shape and its float32 weights, named as in `first_weights`."""
     config = json.loads((folder / "config.json").read_text())
     shape = Shape(
         layers=config["num_hidden_layers"],

@@ -1,4 +1,4 @@
-"""Llama-like models over bytes as transformers builds them: their sizes, and a learner that trains one."""
+"""Llama-like models over bytes built with transformers: their sizes, and a learner that trains one."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from llama.shape import BYTES
 from qflash.integrations.transformers import fuse_layers, register
 
-# By the name in curves: what transformers calls the attention. With FUSED the layers between are qflash's, too.
+# Name in curves -> transformers' name of the attention. With FUSED the other layers are qflash's, too.
 ATTENTION = {"qflash": "qf", "qflash-fused": "qf", "sdpa": "sdpa"}
 FUSED = ("qflash-fused",)
 SIZES = {
@@ -34,7 +34,7 @@ def config_of(size: str, length: int, attention: str) -> LlamaConfig:
 
 
 class Learner:
-    """A model and AdamW. Weights are float32; on a GPU products are in bfloat16, with weights rounded for each step."""
+    """A model and AdamW. Weights are float32; on a GPU products are in bfloat16, with weights rounded in each step."""
 
     def __init__(
         self, config: LlamaConfig, device: str, rate: float, steps: int, seed: int, is_fused: bool = False
@@ -45,13 +45,13 @@ class Learner:
             fuse_layers(self.model)
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self.weights = [x.detach().clone() for x in self.model.parameters()]
-        for x in self.model.parameters():  # not model.to, which would round the frequencies of rope as well
+        for x in self.model.parameters():  # not model.to, which would also round the frequencies of rope
             x.data = x.data.to(self.dtype)
         self.optimizer = torch.optim.AdamW(self.weights, lr=rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: slowing(step, steps))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss on tokens [B, T + 1], which this step has learned from. Nothing waits for it."""
+        """The loss on tokens [B, T + 1], before this step's update. Does not wait for the device."""
         self.model.train()
         loss = self.loss(tokens)
         loss.backward()
@@ -65,7 +65,7 @@ class Learner:
         return loss.detach()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Nats a byte."""
+        """Nats per byte."""
         logits = self.model(tokens[:, :-1], use_cache=False).logits
         return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
@@ -77,7 +77,7 @@ class Learner:
         return sum(self.loss(part).item() * len(part) for part in parts) / len(windows)
 
     def save(self, folder: Path) -> None:
-        """A checkpoint that from_pretrained reads, in 16 bits: those that a GPU has computed with, else float16."""
+        """A checkpoint for from_pretrained, in 16 bits: the dtype that a GPU has computed in, else float16."""
         dtype = torch.float16 if self.dtype == torch.float32 else self.dtype
         names = (name for name, _ in self.model.named_parameters())
         half = {name: x.to("cpu", dtype) for name, x in zip(names, self.weights, strict=True)}
@@ -85,7 +85,7 @@ class Learner:
 
 
 def slowing(step: int, steps: int) -> float:
-    """The part of the learning rate at a step: up for a twentieth of all, then down along a cosine to a tenth."""
+    """The factor of the learning rate at a step: up for a twentieth of all, then down along a cosine to a tenth."""
     warm = max(1, steps // 20)
     if step < warm:
         return (step + 1) / warm

@@ -58,7 +58,7 @@ def forward(w: Weights, tokens: jax.Array, shape: Shape, attend: Callable[..., j
 
 
 def adam(weights: Weights, gradients: Weights, first: Weights, second: Weights, step: jax.Array, rate: float):
-    """Adam, as torch.optim has it: (weights, first moments, second moments)."""
+    """Adam as in torch.optim: (weights, first moments, second moments)."""
     slow, slower = 0.9, 0.95
     first = jax.tree.map(lambda m, g: slow * m + (1 - slow) * g, first, gradients)
     second = jax.tree.map(lambda m, g: slower * m + (1 - slower) * g * g, second, gradients)
@@ -77,7 +77,7 @@ def train(
     rate: float,
     given: Iterator[np.ndarray],
 ) -> Iterator[float]:
-    """The loss of every step. Weights are float32; on a GPU products are in bfloat16."""
+    """The loss of every step. Weights are float32; on a GPU matrix products are in bfloat16."""
     attend, loss_of = KINDS[attention]
     dtype = jnp.bfloat16 if device == "cuda" else jnp.float32
     place = jax.devices(device)[0]

@@ -1,15 +1,15 @@
-"""What the model is made of, and its first weights: NumPy arrays, so that every framework starts from the same ones."""
+"""The model's sizes, and its initial weights: NumPy arrays, so that every framework starts from the same ones."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-BYTES = 256  # what is predicted
+BYTES = 256  # the vocabulary
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes. A key head serves heads / kv_heads query heads; `hidden` is the width of SwiGLU."""
+    """Sizes. A key head is shared by heads / kv_heads query heads; `hidden` is the width of SwiGLU."""
 
     layers: int = 2
     heads: int = 4
@@ -26,7 +26,7 @@ class Shape:
 
 
 def first_weights(shape: Shape, seed: int) -> dict[str, np.ndarray]:
-    """float32 weights by name. Matrices are [in, out]; the products that end a block start small."""
+    """float32 weights by name. Matrices are [in, out]; the last linear layer of each block starts small."""
     rng = np.random.default_rng(seed)
 
     def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:

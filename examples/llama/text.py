@@ -1,4 +1,4 @@
-"""The text to learn: the sources of Python's standard library, as bytes."""
+"""The training text: the sources of Python's standard library, as bytes."""
 
 import os
 import zlib
@@ -8,19 +8,19 @@ from pathlib import Path
 import numpy as np
 
 MOST_BYTES = 1 << 22
-# Tests are not installed everywhere, other people's packages are not the standard library, and tables are no prose.
+# Tests are not installed everywhere, third-party packages are not the standard library, and tables are not prose.
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "pydoc_data"}
-ONE_IN = 20  # files that is held out
+ONE_IN = 20  # of this many files, one is held out
 
 
 def sources() -> np.ndarray:
-    """uint8: the modules of the standard library's first folder, one after the other, by name."""
+    """uint8: the modules of the standard library's top folder, concatenated, by name."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     return np.frombuffer(b"\n".join(path.read_bytes() for path in files)[:MOST_BYTES], np.uint8)
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a file is for validation alone. Its name decides, so that every release of Python has the same split."""
+    """Whether a file is only for validation. Its name decides, so that every release of Python has the same split."""
     return zlib.crc32(name.encode()) % ONE_IN == 0
 
 
@@ -41,7 +41,7 @@ def batches(batch: int, length: int, steps: int, seed: int, text: np.ndarray | N
 
 
 def windows(text: np.ndarray, length: int, count: int) -> np.ndarray:
-    """int32 [count, length + 1]: pieces at equal distances, as far from each other as the text allows."""
+    """int32 [count, length + 1]: windows at equal distances, as far from each other as the text allows."""
     if len(text) < length + 1:
         raise ValueError(f"length is {length}; allowed: less than the text has bytes, {len(text)}")
     starts = np.linspace(0, len(text) - length - 1, count).astype(int)

@@ -64,7 +64,7 @@ def train(
     rate: float,
     given: Iterator[np.ndarray],
 ) -> Iterator[float]:
-    """The loss of every step. Weights are float32; on a GPU products are in bfloat16."""
+    """The loss of every step. Weights are float32; on a GPU matrix products are in bfloat16."""
     attend, loss_of = KINDS[attention]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     params = {name: torch.tensor(x, device=device, requires_grad=True) for name, x in weights.items()}

@@ -1,4 +1,4 @@
-"""The `qflash` command. One module per group of commands; frameworks are imported only by what runs on them."""
+"""The `qflash` command. One module per group of commands; each imports frameworks only when it runs on them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""CUDA libraries that a command is about to use, compiled before it starts: several at a time, and told how many.
+"""Compiles the CUDA libraries that a command will use before it starts: several at a time, with their total number.
 
-On first use they would be compiled one after another, each when its turn comes, and nobody could say how many follow.
+On first use they would be compiled one at a time when needed, and the number of remaining ones would be unknown.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def compile_ahead(console: Console, work: Iterable[tuple[Variant, Case]]) -> None:
-    """Compile what `work`, kernels and the cases that they are to run, needs and the cache lacks.
+    """Compile the libraries that `work`, kernels and the cases they will run, needs and the cache lacks.
 
-    Without a compiler or a GPU nothing happens: what a kernel then lacks is told when it is called.
+    Does nothing without a compiler or a GPU: what a kernel lacks is then reported when it is called.
     """
     gpus, _ = machine.gpus()
     if not gpus:
@@ -48,7 +48,7 @@ def compile_ahead(console: Console, work: Iterable[tuple[Variant, Case]]) -> Non
 
 
 def units_of(work: Iterable[tuple[Variant, Case]], arch: int) -> list[Unit]:
-    """The libraries that kernels run cases with, each once."""
+    """The libraries that kernels need for cases, each once."""
     found: dict[Unit, None] = {}
     for variant, case in work:
         if variant.kernel.backend != "cuda":

@@ -1,4 +1,4 @@
-"""`qflash run`, `bench` and `report`: the commands of a checkout, where benchmarks and their rows live (bench/)."""
+"""`qflash run`, `bench` and `report`: commands of a checkout, which contains benchmarks and their rows (bench/)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qflash.dispatch import VARIANTS, variants_of
 
 
 def load(name: str) -> ModuleType:
-    """A module of the checkout's bench/ folder."""
+    """Import a module of the checkout's bench/ folder."""
     root = Path(qflash.__file__).resolve().parent.parent
     if not (root / "bench" / "run.py").exists():
         raise click.ClickException(
@@ -37,13 +37,13 @@ def load(name: str) -> ModuleType:
 
 
 def devices() -> list[str]:
-    """Where a kernel can run here: "cpu", and "cuda" where a GPU and a compiler are."""
+    """The devices on which kernels can run here: "cpu", and "cuda" if there are a GPU and a compiler."""
     entries = usable_kernels().values()
     return sorted({entry.kernel.device for entry in entries if not entry.why_not})
 
 
 def table_of(rows: list[dict[str, Any]], title: str) -> Table:
-    """Rows as the table users see: qflash in bold, a rule between problems."""
+    """Rows as the table shown to users: qflash in bold, a rule between problems."""
     table = Table(title=title)
     report = load("report")
     peers = report.peers_of(rows)
@@ -63,7 +63,7 @@ def table_of(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def measured(console: Console, presets: Sequence[Any], **options: Any) -> Iterator[tuple[Any, list[dict[str, Any]]]]:
-    """(preset, its rows), one after another, under one progress bar."""
+    """Yield (preset, its rows) in sequence, under one progress bar."""
     work = ((VARIANTS[name], case) for preset in presets for name in preset.kernels for case in preset.cases)
     compile_ahead(console, work)
     with steps(console, sum(len(preset.cases) for preset in presets)) as progress:
@@ -78,7 +78,7 @@ def measured(console: Console, presets: Sequence[Any], **options: Any) -> Iterat
 
 
 def write(console: Console, name: str, rows: list[dict[str, Any]]) -> None:
-    """Rows and their plots into bench/results/<machine>/."""
+    """Write rows and their plots to bench/results/<machine>/."""
     store, plot = load("rows"), load("plot")
     path = store.save(name, rows)
     console.print(f"{len(rows)} rows in {path.relative_to(store.ROOT)}")
@@ -105,7 +105,7 @@ def run(threads: int | None) -> None:
     failed = show_failures(console, tallies)
     presets = load("presets")
     chosen = [preset for device in devices() for preset in presets.for_device(device) if preset.name in presets.RUN]
-    # jax.nn materialises the scores as the naive version does; `qflash bench` has time for both.
+    # jax.nn materializes the scores, like the naive version; `qflash bench` has time for both.
     options = {"budget": 0.5, "min_rounds": 3, "leave_out": ("jax.nn",)}
     rows = [row for _, part in measured(console, chosen, **options) for row in part]
     console.print(table_of(rows, "qflash and what you would use instead: interleaved in one process, medians"))
@@ -114,7 +114,7 @@ def run(threads: int | None) -> None:
 
 
 class BenchCommand(KernelCommand):
-    """Its help lists the presets, where there is a checkout that has them."""
+    """Its help lists the presets, if there is a checkout."""
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         try:
@@ -133,7 +133,7 @@ class BenchCommand(KernelCommand):
 def bench(presets: tuple[str, ...], threads: int | None, budget: float, dry_run: bool) -> None:
     """Measure PRESETS and write their rows.
 
-    The default is every preset that this machine can run, which takes long; `--budget 0.3 --dry-run` is a first look.
+    The default is every preset that this machine can run, which takes long; start with `--budget 0.3 --dry-run`.
     """
     console = make_console()
     available = load("presets").PRESETS

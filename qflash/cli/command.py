@@ -1,4 +1,4 @@
-"""What all commands share: errors that people can act on are one line without a traceback."""
+"""Shared by all commands: errors that the user can act on are printed as one line without a traceback."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from qflash.errors import CacheError, CompileError, ToolchainError
 
 
 class Commands(click.Group):
-    """The group of all commands. Errors of qflash that say what to do need no traceback; any other is a bug.
+    """The group of all commands. qflash errors that tell the user what to do need no traceback; any other is a bug.
 
-    Help lists the commands in the order in which they were added: first what a new user needs.
+    Help lists the commands in the order in which they were added: those that new users need come first.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -27,9 +27,9 @@ class Commands(click.Group):
 
 
 class KernelCommand(click.Command):
-    """A command that compiles or runs kernels. It does not start with a QFLASH_* variable that qflash cannot use.
+    """A command that compiles or runs kernels. It does not start if a QFLASH_* variable is invalid.
 
-    Kernels would refuse it at the first call, or, worse, run otherwise than asked for.
+    Kernels would reject the variable at the first call or, worse, run differently than requested.
     """
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -39,7 +39,7 @@ class KernelCommand(click.Command):
 
 
 class Seconds(click.types.FloatParamType):
-    """A time span. click.FloatRange would take nan, and inf."""
+    """A time span. click.FloatRange would accept nan and inf."""
 
     name = "seconds"
 

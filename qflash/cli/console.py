@@ -1,4 +1,4 @@
-"""The one console of all commands, and progress that also shows in a log."""
+"""The console of all commands, and progress that is also readable in a log."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-LOG_WIDTH = 132  # tables keep their shape where no terminal says how wide it is
+LOG_WIDTH = 132  # tables keep their shape if there is no terminal with a width
 LOG_SECONDS = 30.0  # between lines of progress in a log
 
 
 def make_console() -> Console:
-    """A console that prints text as it is: "qflash[cuda]" is no markup. Colours come with rich.text.Text."""
+    """A console that prints text verbatim: "qflash[cuda]" is not markup. Colours come with rich.text.Text."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = LOG_WIDTH
@@ -26,15 +26,15 @@ class Steps(Protocol):
     """Progress through a number of steps."""
 
     def describe(self, text: str) -> None:
-        """Say what the next steps do."""
+        """Set the description of the next steps."""
 
     def advance(self) -> None:
-        """One more is done."""
+        """Count one more step as done."""
 
 
 @contextmanager
 def steps(console: Console, total: int) -> Iterator[Steps]:
-    """A progress bar with the time that is left; without a terminal, a line for each description, and now and then."""
+    """A progress bar with the remaining time; without a terminal, a line per description and at intervals."""
     if not console.is_terminal:
         yield _Lines(console, total)
         return
@@ -46,7 +46,7 @@ def steps(console: Console, total: int) -> Iterator[Steps]:
         TextColumn("left:"),
         TimeRemainingColumn(),
     )
-    # Steps may take a minute each, and rich forgets what is older than its period.
+    # Steps may take a minute each, and rich discards samples older than its period.
     with Progress(*columns, console=console, transient=True, speed_estimate_period=600) as progress:
         yield _Bar(progress, total)
 
@@ -89,7 +89,7 @@ class _Lines:
 
 
 def duration(seconds: float) -> str:
-    """A time span as people say it."""
+    """A time span in readable form."""
     minutes = round(seconds / 60)
     if seconds < 100:
         return f"{seconds:.0f} s"

@@ -1,4 +1,4 @@
-"""`qflash build` and `qflash cache`: CUDA kernels compiled ahead of time, and where they are kept."""
+"""`qflash build` and `qflash cache`: CUDA kernels compiled ahead of time, and the cache that stores them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CUDA_KERNELS = tuple(kernel.name for kernel in KERNELS if kernel.backend == "cud
 
 
 def parse_arches(text: str) -> list[int]:
-    """Compute capabilities times ten from "80,90a"; the letter says nothing that the number does not."""
+    """Compute capabilities times ten from "80,90a"; the letter adds nothing to the number."""
     found = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(?:sm_?)?(\d{1,2})\.?(\d)[af]?\s*", part)
@@ -65,7 +65,7 @@ def build(arches: str, kernels: tuple[str, ...], dry_run: bool) -> None:
         there = sum(is_compiled(unit, kept) for unit in units)
         console.print(f"{there} of {len(units)} libraries are there; {describe(kept)}", soft_wrap=True)
         return
-    Cache().require_writable()  # kernels that are compiled on first use may go elsewhere; what is built ahead may not
+    Cache().require_writable()  # kernels compiled on first use may be stored elsewhere; those built ahead may not
     started = time.perf_counter()
     with steps(console, len(units)) as progress:
         progress.describe("compiling")
@@ -92,7 +92,7 @@ def cache(clear: bool) -> None:
 
 
 def describe(kept: Cache) -> str:
-    """Where the cache is and what it holds."""
+    """Where the cache is and what it contains."""
     info = kept.info()
     return f"{info.root}: {amount(info)}"
 
@@ -106,6 +106,6 @@ def mebibytes(size: int) -> str:
 
 
 def listed(paths: Sequence[Path], most: int = 8) -> str:
-    """The first paths of many."""
+    """The first of many paths."""
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
     return ", ".join(map(str, paths[:most])) + more

@@ -50,7 +50,7 @@ def _cpu_engine() -> str:
 
 
 def asked_architecture() -> list[tuple[str, str]]:
-    """What QFLASH_CUDA_ARCH does, where it is set."""
+    """The effect of QFLASH_CUDA_ARCH, if it is set."""
     try:
         wanted = arch.asked()
     except ValueError as error:
@@ -62,7 +62,7 @@ def asked_architecture() -> list[tuple[str, str]]:
 
 
 def compilers() -> list[tuple[str, str]]:
-    """nvcc (CUDA kernels are compiled on first use), the C++ compiler, and the cache of what was compiled."""
+    """nvcc (CUDA kernels are compiled on first use), the C++ compiler, and the compile cache."""
     try:
         found = toolchain.find()
         nvcc = f"{found.version} ({found.nvcc}, found by {found.origin})"
@@ -76,7 +76,7 @@ def compilers() -> list[tuple[str, str]]:
 
 
 def _cuda_runtime(tools: toolchain.Toolchain) -> str:
-    """Whose runtime the kernels call that this compiler makes."""
+    """Which CUDA runtime kernels from this compiler call."""
     shared = runtime.find(tools)
     if shared is not None:
         return f"one for all kernels, that of PyTorch or JAX where they have it loaded, else {shared.source}"
@@ -92,7 +92,7 @@ def _compiler_version(names: tuple[str, ...]) -> str:
 
 
 def frameworks() -> list[tuple[str, str]]:
-    """Python and the packages that matter, by their metadata."""
+    """Python and the relevant packages, from their metadata."""
     found = [("Python", f"{platform.python_version()} ({sys.executable})"), ("qflash", qflash.__version__)]
     found += [(name, machine.version(name) or "not installed") for name in FRAMEWORKS]
     handlers = (
@@ -111,7 +111,7 @@ def _section(title: str, rows: Sequence[tuple[str | Text, str | Text]]) -> Table
 
 
 def kernels(judged: Iterable[Usable]) -> list[tuple[Text, Text]]:
-    """A line for those that can be used, and one for each reason why others cannot, with all that share it."""
+    """A line for the usable kernels, and one for each reason why others are not, with all that share it."""
     groups: dict[tuple[str, ...], list[Usable]] = {}
     for entry in judged:
         groups.setdefault(entry.reasons or (entry.note,), []).append(entry)
@@ -128,8 +128,8 @@ def kernels(judged: Iterable[Usable]) -> list[tuple[Text, Text]]:
 def doctor() -> None:
     """Show what this machine has, and which kernels it can run.
 
-    The exit status is 1 when a QFLASH_* variable or the compile cache has to be put right; a machine that merely lacks
-    a GPU or a compiler is sound.
+    The exit status is 1 if a QFLASH_* variable or the compile cache needs to be fixed. It is 0 if the machine only
+    lacks a GPU or a compiler.
     """
     console = make_console()
     sections = {"Hardware": hardware(), "Compilers": compilers(), "Frameworks": frameworks()}

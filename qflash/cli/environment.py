@@ -1,4 +1,4 @@
-"""The QFLASH_* variables that are set to something qflash cannot use. Compiles nothing and imports no framework."""
+"""Finds QFLASH_* variables with invalid values. Compiles nothing and imports no framework."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qflash.jit.cache import Cache
 
 
 def problems() -> list[str]:
-    """One text for each variable that is wrong, with what is allowed."""
+    """One message for each invalid variable, with the allowed values."""
     checks = {
         "QFLASH_NUM_THREADS": threads_problem,
         "QFLASH_CPU_ISA": cpu_problem,
@@ -25,7 +25,7 @@ def problems() -> list[str]:
 
 
 def threads_problem() -> str:
-    """The engine warns of it when it is loaded, and uses every core."""
+    """The engine warns about it when it is loaded, and uses every core."""
     text = os.environ.get("QFLASH_NUM_THREADS", "")
     if not text or (re.fullmatch(r"\s*\+?[0-9]+", text) and int(text) >= 1):
         return ""
@@ -33,7 +33,7 @@ def threads_problem() -> str:
 
 
 def cpu_problem() -> str:
-    """Why calls on the CPU fail. The engine judges QFLASH_CPU_ISA at every call, so the smallest one tells."""
+    """Why calls on the CPU fail. The engine checks QFLASH_CPU_ISA at every call, so the smallest call shows it."""
     import numpy as np
 
     import qflash
@@ -62,7 +62,7 @@ def nvcc_problem() -> str:
 
 
 def cache_problem() -> str:
-    """Why the compile cache is of no use; a cache that is missing, or that may only be read, is of use."""
+    """Why the compile cache cannot be used; a cache that is missing or read-only is usable."""
     try:
         Cache().info()
     except CacheError as error:

@@ -1,6 +1,6 @@
-"""`qflash explain`: which kernel would serve a problem of a shape typed in, and why each other one would not.
+"""`qflash explain`: which kernel would serve a problem of a given shape, and why the others would not.
 
-Nothing is computed or allocated, and no framework is imported: arrays are described, as front ends describe them.
+Nothing is computed or allocated, and no framework is imported: arrays are described as front ends describe them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COLOURS = {"runs": "green", "no": "yellow"}
 
 
 def numbers(count: int, meaning: str) -> Callable[..., tuple[int, ...] | None]:
-    """The callback of an option that is `count` whole numbers with commas between them."""
+    """The callback of an option that takes `count` comma-separated integers."""
 
     def read(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
         if value is None:
@@ -86,7 +86,7 @@ def explain(
     batch_invariant: bool,
     backward_memory: int | None,
 ) -> None:
-    """Tell which kernel serves a call, and why the others do not.
+    """Show which kernel serves a call, and why the others do not.
 
     For example: qflash explain --q 2,4096,32,128 --kv 2,4096,8,128 --causal --arch 90 --precision int8
     """
@@ -131,7 +131,7 @@ def explain(
 
 
 def where(device: str | None, arch: str | None) -> tuple[str, int]:
-    """(device, compute capability times ten) that was meant; the CPU's is 0."""
+    """The requested (device, compute capability times ten); 0 for the CPU."""
     gpus, _ = machine.gpus()
     if device is None:
         device = "cuda" if arch or gpus else "cpu"

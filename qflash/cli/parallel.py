@@ -1,4 +1,4 @@
-"""`qflash parallel plan`: a model of the time that a layer of attention takes on many GPUs. Nothing is run."""
+"""`qflash parallel plan`: a model of the time of an attention layer on many GPUs. Nothing is run."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from qflash.parallel.model import (
 RESULTS = Path(qflash.__file__).resolve().parent.parent / "bench" / "results"
 _UNITS = {"k": 2**10, "m": 2**20}
 _GIGA = 1e9
-# One way. What these are is what their makers say; whoever has measured says so by the options.
+# One way. The values are the vendors'; measured ones can be given as options.
 LINK = (450.0, "NVLink 4, data sheet of the H200: 900 GB/s both ways together")
 NETWORK = (50.0, "a 400 Gb/s network adapter for each GPU, its nominal rate")
 MEMORY = (4270.0, "a copy on an H200, measured: bench/limits.py")
 
 
 def _count(text: str) -> int:
-    """A whole number, with k or M for 1024 and 1024²."""
+    """An integer, with k or M for 1024 and 1024²."""
     digits, unit = (text[:-1], _UNITS[text[-1].lower()]) if text[-1:].lower() in _UNITS else (text, 1)
     if not digits.isdecimal() or int(digits) < 1:
         raise click.BadParameter(f"{text!r} is no count; allowed: a whole number, 1 or more, such as 65536, 128k or 1M")
@@ -46,19 +46,19 @@ def _count(text: str) -> int:
 
 
 def count(ctx: click.Context, param: click.Parameter, value: str) -> int:
-    """The callback of an option that is a count."""
+    """The callback of an option that takes a count."""
     return _count(value)
 
 
 def counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    """The callback of an option that is counts with commas between them."""
+    """The callback of an option that takes comma-separated counts."""
     return tuple(map(_count, value.split(",")))
 
 
 class _Rate(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         rate = super().convert(value, param, ctx)
-        if rate != rate:  # which is out of no range
+        if rate != rate:  # NaN, which passes every range check
             self.fail(f"{value!r} is not a number; allowed: more than {self.min:g}, up to {self.max:g}", param, ctx)
         return rate
 
@@ -121,7 +121,7 @@ def plan(
 ) -> None:
     """Estimate the time of one layer for each strategy.
 
-    This is a model, not a measurement; it prints what it assumes.
+    This is a model, not a measurement; it prints its assumptions.
 
     For example: qflash parallel plan --gpus 8,64 --tokens 1M --heads 32 --kv-heads 8 --head-dim 128
     """
@@ -153,7 +153,7 @@ _SPOKEN = {"link": "a GPU's link within its node", "network": "the network betwe
 
 
 def _rates(machine: str, tflops: float | None, head_dim: int, dtype: str, layer: Layer) -> tuple[Rates, str]:
-    """How fast arithmetic is, and who says so."""
+    """The rate of arithmetic, and its source."""
     if tflops is not None:
         return FixedRate(1e12 * tflops), f"Arithmetic runs at {tflops:g} TFLOP/s, as asked for, at every length."
     rates = MeasuredRates.of_rows(_rows(machine), head_dim, dtype, layer.precision)
@@ -182,7 +182,7 @@ def _rows(machine: str) -> list[dict[str, Any]]:
 
 
 def _table(title: str, found: Sequence[Estimate]) -> Table:
-    """A line for each pass of each strategy; the strategy that takes the least time of both is bold."""
+    """A line for each pass of each strategy; the strategy with the lowest total time is bold."""
     table = Table(title=title, title_justify="left")
     for name in ("GPUs", "strategy", "pass", "computes", "sends", "waits", "copies", "in all", "k, v held"):
         table.add_column(name, justify="left" if name in ("strategy", "pass") else "right")
@@ -203,7 +203,7 @@ def _table(title: str, found: Sequence[Estimate]) -> Table:
 
 
 def _notes(layer: Layer, place: Machine, rates: Rates, found: Sequence[Estimate]) -> list[str]:
-    """Which strategies there are not, and from how many tokens on a ring hides its transfers."""
+    """Which strategies do not apply, and from how many tokens on a ring hides its transfers."""
     notes = [f"{one.gpus} GPUs: no {one.strategy}, because {one.why_not}." for one in found if one.why_not]
     for gpus in sorted({one.gpus for one in found if one.gpus > 1 and one.strategy == "ring" and not one.why_not}):
         part = max(layer.tokens // gpus, 1)

@@ -1,4 +1,4 @@
-"""`qflash profile` and `roofline`: what ncu says about each kernel, kept under profiles/ (in a checkout, on a GPU)."""
+"""`qflash profile` and `roofline`: Nsight Compute reports of each kernel, in profiles/ (in a checkout, on a GPU)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`qflash trace`: an emulated run of one small problem as a trace, in a model of time."""
+"""`qflash trace`: a trace of an emulated run of one small problem, in a model of time."""
 
 from __future__ import annotations
 

@@ -16,11 +16,11 @@ from qflash.jit.cache import Cache
 
 @dataclass(frozen=True)
 class Usable:
-    """A kernel and what stands in its way here; `why_not` is empty when nothing does."""
+    """A kernel and what prevents its use here; `why_not` is empty if nothing does."""
 
     kernel: Kernel
     reasons: tuple[str, ...] = ()
-    note: str = ""  # what one should know of a kernel that can be used
+    note: str = ""  # what users of the kernel should know
 
     @property
     def why_not(self) -> str:
@@ -28,7 +28,7 @@ class Usable:
 
 
 def usable_kernels() -> dict[str, Usable]:
-    """Every row of KERNELS, judged for this machine."""
+    """Every row of KERNELS, checked for this machine."""
     return {kernel.name: _judged(kernel) for kernel in dispatch.KERNELS}
 
 
@@ -53,7 +53,7 @@ def _judged(kernel: Kernel) -> Usable:
 
 
 def _without_compiler(kernel: Kernel, arch: int) -> Usable:
-    """What the compile cache has of a kernel is all there is of it."""
+    """Without a compiler, only libraries in the compile cache are available."""
     units = cuda.specialisations([arch], [kernel.name])
     kept = Cache()
     ready = sum(prebuilt.find(unit, kept) is not None for unit in units)

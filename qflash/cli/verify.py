@@ -1,6 +1,6 @@
-"""`qflash verify`: every kernel this machine can run, over the case list, against the float64 oracle.
+"""`qflash verify`: runs every kernel that this machine supports on the case list, against the float64 oracle.
 
-With --emulate, CUDA kernels on the CPU: their own source, launch code included, thread by thread.
+With --emulate, runs CUDA kernels on the CPU: their own source including launch code, thread by thread.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ BACKWARD = "attention_backward"
 
 @dataclass
 class Tally:
-    """What verification of one kernel found."""
+    """The result of verifying one kernel."""
 
     kernel: Variant
     framework: str  # of qflash.testing.check
     seed: int = 0  # of the emulator's schedule
     passed: int = 0
-    refused: int = 0  # cases the kernel does not claim to serve
+    refused: int = 0  # cases that the kernel does not support
     uncompiled: int = 0  # cases whose library is not in the compile cache of a machine without a compiler
     worst: dict[str, float] = field(default_factory=dict)  # dtype -> greatest relative L2 error
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
     def take(self, case: Case) -> None:
-        """Run one case, forward or backward, and note the outcome."""
+        """Run one case, forward or backward, and record the outcome."""
         from qflash.testing import ContractError, check, check_backward
 
         started = time.perf_counter()
@@ -66,7 +66,7 @@ class Tally:
 
     @property
     def verified_nothing(self) -> bool:
-        """Whether no case ran for want of a compiler."""
+        """Whether no case ran because there is no compiler."""
         return bool(self.uncompiled) and not self.passed and not self.failures
 
     @property
@@ -75,7 +75,7 @@ class Tally:
 
     @property
     def summary(self) -> str:
-        """One line on one kernel."""
+        """A one-line summary of one kernel."""
         total = self.passed + len(self.failures)
         refused = f", {self.refused} not served" if self.refused else ""
         refused += f", {self.uncompiled} not compiled" if self.uncompiled else ""
@@ -86,7 +86,7 @@ class Tally:
 
 
 def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> list[Tally]:
-    """Run the case list on each kernel, showing progress."""
+    """Run the case list on each kernel, with progress."""
     from qflash.testing import cases
 
     chosen = cases("quick" if quick else "full")
@@ -97,7 +97,7 @@ def verify_kernels(console: Console, kernels: list[Variant], quick: bool) -> lis
 
 
 def take_all(console: Console, verb: str, tallies: list[Tally], cases_of: Callable[[Variant], list[Case]]) -> None:
-    """Each tally takes the cases of its kernel, under one progress bar."""
+    """Run the cases of each tally's kernel, under one progress bar."""
     work = [(tally, cases_of(tally.kernel)) for tally in tallies]
     with steps(console, sum(len(cases) for _, cases in work)) as progress:
         for tally, cases in work:
@@ -108,7 +108,7 @@ def take_all(console: Console, verb: str, tallies: list[Tally], cases_of: Callab
 
 
 def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list[Tally]:
-    """Run the short case list on the source of each CUDA kernel, on the emulator."""
+    """Run the short case list on the source of each CUDA kernel, in the emulator."""
     from qflash.testing import cases, emulator
     from qflash.testing.emulated_attention import with_few_keys
     from qflash.testing.runner import suited
@@ -121,7 +121,7 @@ def emulate_kernels(console: Console, kernels: list[Variant], seed: int) -> list
 
 
 def emulated_kernels() -> dict[str, str]:
-    """The kernels of attention that can be emulated, and why they cannot be here."""
+    """The attention kernels, each with the reason why it cannot be emulated here, or ""."""
     from qflash.testing import emulator
 
     why_not = emulator.why_not()
@@ -149,7 +149,7 @@ def repeat_kernels(console: Console, tallies: list[Tally], times: int) -> None:
 
 
 def show_failures(console: Console, tallies: list[Tally]) -> bool:
-    """Print what failed; True if anything did."""
+    """Print the failures. Returns True if there were any."""
     for tally in tallies:
         for failure in tally.failures:
             console.print(Text.assemble(("FAILED", "red"), f" {tally.kernel.name} {failure}"), soft_wrap=True)
@@ -198,14 +198,14 @@ def verify(names: tuple[str, ...], quick: bool, repeat: int | None, emulate: boo
 
 
 def usable_variants() -> dict[str, str]:
-    """The kernels of attention, and why they cannot run here."""
+    """The attention kernels, each with the reason why it cannot run here, or ""."""
     usable = usable_kernels()
     variants = (*variants_of("attention"), *variants_of(BACKWARD))
     return {variant.name: usable[variant.kernel.name].why_not for variant in variants}
 
 
 def show_table(console: Console, tallies: list[Tally]) -> None:
-    """One row for each kernel."""
+    """One row per kernel."""
     table = Table(title="Against the float64 oracle")
     uncompiled = any(tally.uncompiled for tally in tallies)
     counted = ("passed", "failed", "not served", *(["not compiled"] if uncompiled else []))

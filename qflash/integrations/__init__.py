@@ -1,1 +1,1 @@
-"""qflash inside other projects: one file, or a few, for each, on the public API alone."""
+"""Integrations of qflash into other projects: one file or a few per project, on the public API alone."""

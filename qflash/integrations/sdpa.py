@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` as PyTorch has it, and the way to put it in PyTorch's place. Imports no framework."""
+"""`scaled_dot_product_attention` on qflash, and a context manager that replaces PyTorch's. Imports no framework."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TorchT = TypeVar("TorchT", bound=TorchTensor)
 
 @dataclass(eq=False)
 class Report:
-    """How many calls of scaled_dot_product_attention qflash served, and how many PyTorch did, by reason.
+    """Counts of scaled_dot_product_attention calls: those that qflash served, and those that PyTorch did, by reason.
 
-    Eager calls are counted as they are made. A call inside code that torch.compile traces is counted each time it is
-    traced, not each time the program runs; Dynamo may trace a call more than once before it is content.
+    Eager calls are counted when they are made. A call in code traced by torch.compile is counted each time it is
+    traced, not each time the program runs, and Dynamo may trace a call more than once.
     """
 
     served: int = 0
@@ -32,7 +32,7 @@ class Report:
 
 
 totals = Report()
-"""What is counted while no `replace_sdpa` is in place."""
+"""Counts the calls made outside any `replace_sdpa` context."""
 
 
 def scaled_dot_product_attention(
@@ -47,25 +47,36 @@ def scaled_dot_product_attention(
     *,
     fallback: bool = False,
 ) -> TorchT:
-    """torch.nn.functional.scaled_dot_product_attention on qflash's kernels: the same arguments, the same meaning.
+    """Drop-in replacement for torch.nn.functional.scaled_dot_product_attention that runs qflash's kernels.
 
-    query: `[..., Hq, Tq, D]`; key, value: `[..., Hkv, Tk, D]`; two dimensions or more, which are broadcast as PyTorch
-    broadcasts them. With enable_gqa Hq may be a multiple of Hkv. is_causal is aligned to the top left, as in PyTorch:
-    query i sees keys `j <= i`. (`qflash.attention` and flash-attn align to the bottom right.)
+    The arguments and their meaning are PyTorch's: is_causal is aligned to the top left, so query i sees keys `j <= i`.
+    (`qflash.attention` and flash-attn align to the bottom right.)
 
-    Served are float32, float16 and bfloat16 with a head_dim of 1 to 256, the same for query, key and value, and
-    dropout_p = 0. attn_mask may be None, or a `torch.nn.attention.bias` of causal_upper_left or causal_lower_right.
-    Gradients are served where `qflash.attention` has them: on the CPU. The choice of torch.nn.attention.sdpa_kernel
-    is heeded by PyTorch alone.
+    Args:
+        query: `[..., Hq, Tq, D]`, two dimensions or more, which broadcast as in PyTorch. All three tensors are float32,
+            float16 or bfloat16, with the same D from 1 to 256.
+        key: `[..., Hkv, Tk, D]`.
+        value: `[..., Hkv, Tk, D]`.
+        attn_mask: None, or a `torch.nn.attention.bias` of causal_upper_left or causal_lower_right.
+        dropout_p: 0.0.
+        is_causal: whether to apply a causal mask.
+        scale: factor applied to q · k. Default: `1 / sqrt(D)`.
+        enable_gqa: allows Hq to be a multiple of Hkv.
+        fallback: whether PyTorch computes the calls that qflash does not support.
 
-    What is not served raises NotImplementedError (NoKernelError where no kernel serves the problem), or, with
-    fallback=True, is computed by PyTorch. Such calls are counted by the Report of the `replace_sdpa` in place, or by
-    `qflash.integrations.sdpa.totals`. Arguments that PyTorch would refuse as well raise ValueError or TypeError; with
-    fallback=True PyTorch refuses them in its own words.
+    Returns:
+        A `[B, T, H, D]` array viewed as `[B, H, T, D]`, as PyTorch's memory-efficient kernel returns it, so
+        `.transpose(1, 2).reshape(B, T, H * D)` copies nothing. With two or three dimensions it is contiguous, unless
+        enable_gqa is set.
 
-    The result is a `[B, T, H, D]` array seen as `[B, H, T, D]`, as PyTorch's memory-efficient kernel returns it, so
-    that `.transpose(1, 2).reshape(B, T, H * D)` copies nothing. With two or three dimensions it is contiguous, unless
-    enable_gqa is set.
+    Raises:
+        NotImplementedError: the call is not supported (NoKernelError if no kernel supports the problem). With
+            fallback=True PyTorch computes it instead; such calls are counted by the Report of the active
+            `replace_sdpa`, or by `qflash.integrations.sdpa.totals`.
+        ValueError, TypeError: PyTorch would reject the arguments too. With fallback=True PyTorch raises its own error.
+
+    Gradients are supported where `qflash.attention` supports them. The backend selected by
+    torch.nn.attention.sdpa_kernel affects only PyTorch's own computation.
 
     Example:
         >>> import torch
@@ -74,7 +85,7 @@ def scaled_dot_product_attention(
         >>> qflash.scaled_dot_product_attention(q, q, q, is_causal=True).shape
         torch.Size([1, 8, 128, 64])
     """
-    # In this form the statement costs half of what `from qflash.integrations import sdpa_torch` does on every call.
+    # This form of the import statement costs half as much per call as `from qflash.integrations import sdpa_torch`.
     import qflash.integrations.sdpa_torch as sdpa_torch
 
     out: TorchT = sdpa_torch.attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, fallback)
@@ -83,18 +94,23 @@ def scaled_dot_product_attention(
 
 @contextmanager
 def replace_sdpa(*, fallback: bool = False) -> Iterator[Report]:
-    """Put qflash in place of torch.nn.functional.scaled_dot_product_attention, for a model one did not write.
+    """Replace torch.nn.functional.scaled_dot_product_attention with qflash's, for models whose code you do not change.
 
-    fallback: see `scaled_dot_product_attention`. The replacement holds for all threads of the process. Contexts may
-    be nested or entered by several threads: the one entered last decides and counts, and what was there before the
-    first comes back after the last.
+    The replacement applies to all threads of the process. Contexts may be nested, or entered by several threads: the
+    one entered last is active and counts, and the last one to exit restores what was there before the first.
 
-    Reached is every call that looks the function up in torch.nn.functional: `F.scaled_dot_product_attention(...)`,
+    It affects every call that looks the function up in torch.nn.functional: `F.scaled_dot_product_attention(...)`,
     torch.nn.MultiheadAttention and the Transformer layers (their fused inference path, which never calls it, is
-    switched off meanwhile). Not reached are names bound before (`from torch.nn.functional import
-    scaled_dot_product_attention`), calls of torch.ops.aten, TorchScript and exported programs, and C++. A compiled
-    model is best compiled and used inside: torch.compile notices the replacement in one's own code, but not where the
-    call is made by torch's modules, and there a program stays as it was traced until `torch.compiler.reset()`.
+    disabled meanwhile). It does not affect names bound earlier (`from torch.nn.functional import
+    scaled_dot_product_attention`), calls of torch.ops.aten, TorchScript, exported programs, or C++. Compile and run a
+    compiled model inside the context: torch.compile notices the replacement in your own code, but not where torch's
+    modules make the call; there a program stays as traced until `torch.compiler.reset()`.
+
+    Args:
+        fallback: see `scaled_dot_product_attention`.
+
+    Yields:
+        The `Report` that counts the calls.
 
     Example:
         >>> import torch

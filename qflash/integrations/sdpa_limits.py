@@ -1,4 +1,4 @@
-"""What of PyTorch's scaled_dot_product_attention qflash does not serve, each with its words."""
+"""The calls of PyTorch's scaled_dot_product_attention that qflash does not support, each with its error message."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ MAX_HEAD_DIM = 256
 
 
 class Obstacle(NamedTuple):
-    """Why a call is not served. NotImplementedError: PyTorch serves it. Any other kind: PyTorch refuses it too."""
+    """Why a call is not supported. NotImplementedError: PyTorch supports it. Any other type: PyTorch rejects it too."""
 
-    came: str  # a Report counts by this
+    came: str  # the key of a Report's counts
     allowed: str
     kind: type[Exception] = NotImplementedError
 
@@ -26,12 +26,12 @@ class Obstacle(NamedTuple):
 
 
 def short(kind: Any) -> str:
-    """A dtype or layout without "torch."."""
+    """A dtype or layout without the "torch." prefix."""
     return str(kind).removeprefix("torch.")
 
 
 def in_tensors(query: Any, key: Any, value: Any) -> Obstacle | None:
-    """Class, layout, dtype and device of the arguments."""
+    """Check class, layout, dtype and device of the arguments."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             return Obstacle(f"{name} is {type(x).__module__}.{type(x).__qualname__}", "torch.Tensor", TypeError)
@@ -44,14 +44,14 @@ def in_tensors(query: Any, key: Any, value: Any) -> Obstacle | None:
     for name, x in (("key", key), ("value", value)):
         if x.device != query.device:
             return Obstacle(f"{name} is on {x.device}", f"query's device, {query.device}", ValueError)
-        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):  # which would make them alike
+        if x.dtype != query.dtype and not torch.is_autocast_enabled(query.device.type):  # which would convert both
             return Obstacle(f"{name} has dtype {short(x.dtype)}", f"query's, {short(query.dtype)}", TypeError)
     return None
 
 
 def in_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int], enable_gqa: bool) -> Obstacle | None:
-    """Ranks and extents, those of the batch and head dimensions last."""
-    # As most calls are. Lengths of queries and keys are not compared: a traced program would be tied to the outcome.
+    """Check ranks and sizes, batch and head dimensions last."""
+    # The common case. Query and key lengths are not compared: a traced program would be specialized on the outcome.
     if len(q) == len(k) == 4 and k == v and q[:2] == k[:2] and q[3] == k[3] and q[1] > 0 and 0 < q[3] <= MAX_HEAD_DIM:
         return None
     for name, extents in (("query", q), ("key", k), ("value", v)):
@@ -72,7 +72,7 @@ def in_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int], enable_gqa: 
 
 
 def _in_heads(q: int, k: int, v: int) -> Obstacle | None:
-    """The numbers of heads, with enable_gqa."""
+    """Check the numbers of heads, with enable_gqa."""
     for name, heads in (("query", q), ("key", k), ("value", v)):
         if heads == 0:
             return Obstacle(f"{name} has 0 heads", "1 or more")
@@ -83,14 +83,14 @@ def _in_heads(q: int, k: int, v: int) -> Obstacle | None:
 
 
 def _in_no_heads(*shapes: Sequence[int]) -> Obstacle | None:
-    """Heads, where every dimension in front broadcasts. Three dimensions are `[batch, length, head_dim]`."""
+    """Check the heads where every leading dimension broadcasts. Three dimensions are `[batch, length, head_dim]`."""
     if max(map(len, shapes)) > 3 and any(extents[-3:-2] == (0,) for extents in shapes):
         return Obstacle("query, key or value has 0 heads", "1 or more")
     return None
 
 
 def _in_broadcast(q: Sequence[int], k: Sequence[int], v: Sequence[int], behind: int) -> Obstacle | None:
-    """Whether all dimensions but the `behind` last ones broadcast."""
+    """Check that all dimensions but the last `behind` broadcast."""
     if q[:-behind] == k[:-behind] == v[:-behind]:
         return None
     try:

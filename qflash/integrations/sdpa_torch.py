@@ -1,5 +1,5 @@
-"""PyTorch's scaled_dot_product_attention by qflash.attention: masks and layouts turned, calls counted, the rest handed
-to PyTorch; and the replacement of PyTorch's function."""
+"""PyTorch's scaled_dot_product_attention on qflash.attention: translates masks and layouts, counts calls, falls back to
+PyTorch for the rest, and replaces PyTorch's function."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _mask_of(attn_mask: Any, is_causal: bool, q_len: int, k_len: int) -> str | O
 def _try(
     query: Tensor, key: Tensor, value: Tensor, mask: str, scale: float | None, enable_gqa: bool, fallback: bool
 ) -> tuple[Tensor | None, str | None]:
-    """The result, or None and the reason why attention refused."""
+    """The result, or None and the reason why attention rejected the call."""
     if fallback and torch.compiler.is_dynamo_compiling():
         wants_grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         reason = _refusal(query.device, query.dtype, operator.index(query.shape[-1]), mask != _ALL, wants_grad)
@@ -124,10 +124,10 @@ def _served(query: Tensor, key: Tensor, value: Tensor, mask: str, scale: float |
 def _with_four_dimensions(
     query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
-    """query, key and value as `[B, H, T, D]`, and the result's dimensions before `[T, D]`.
+    """Return query, key and value as `[B, H, T, D]`, and the dimensions of the result that precede `[T, D]`.
 
-    What broadcasts is expanded, which copies nothing, but one head of key and value that serves all of query's is
-    left alone: attention reads it once for all of them.
+    Broadcast dimensions are expanded, which copies nothing. The exception is a single head of key and value shared by
+    all of query's: it stays as it is, and attention reads it once for all of them.
     """
     given = query, key, value
     has_heads = enable_gqa or max(x.dim() for x in given) > 3
@@ -150,14 +150,14 @@ def _length_first(x: Tensor) -> Tensor:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, mask: str, scale: float | None) -> Tensor:
-    """attention of `[B, H, T, D]` tensors."""
+    """Call attention on `[B, H, T, D]` tensors."""
     q, k, v = _length_first(query), _length_first(key), _length_first(value)
     q_len, k_len = q.shape[1], k.shape[1]
     if mask is _ALL:
         out = attention(q, k, v, scale=scale)
     elif mask is _BOTTOM_RIGHT or q_len == k_len:
         out = attention(q, k, v, causal=True, scale=scale)
-    elif q_len < k_len:  # attention's diagonal ends at the last key, so the last key is made the last that is seen
+    elif q_len < k_len:  # attention aligns its diagonal to the last key, so keys after the diagonal are dropped
         out = attention(q, k[:, :q_len], v[:, :q_len], causal=True, scale=scale)
     else:
         out = attention(q, k, v, window=(-1, q_len - k_len), scale=scale)
@@ -166,16 +166,16 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, mask: str, scale: floa
 
 @torch.compiler.assume_constant_result
 def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bool, wants_grad: bool) -> str | None:
-    """Why attention would refuse such a problem, asked with one token while a program is traced.
+    """Why attention would reject such a problem, tested with one token while a program is traced.
 
-    Dynamo cannot catch what an operator raises as it is traced, and no length matters to the choice of a kernel.
+    Dynamo cannot catch what an operator raises during tracing, and the choice of a kernel does not depend on lengths.
     """
-    if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):  # not known here
+    if device.type == "meta" or (device.type == "cuda" and not torch.cuda.is_available()):  # unknown here
         return None
     x = torch.zeros(1, 1, 1, head_dim, device=device, dtype=dtype, requires_grad=wants_grad)
     if explain(x, x, x, causal=masked).kernel is None:
         return "no kernel serves this problem"
-    if wants_grad:  # only a call tells whether the kernel has a backward pass
+    if wants_grad:  # only a call shows whether the kernel has a backward pass
         try:
             with torch.enable_grad():
                 attention(x, x, x, causal=masked)
@@ -185,7 +185,7 @@ def _refusal(device: torch.device, dtype: torch.dtype, head_dim: int, masked: bo
 
 
 def _first_words(error: Exception) -> str:
-    """What came, without what is allowed and without the table of kernels."""
+    """The value given, without the allowed values and the table of kernels."""
     return str(error).partition("\n")[0].partition("; allowed:")[0]
 
 
@@ -195,7 +195,7 @@ def _with_fallback_offered(error: Exception) -> Exception:
     return kind(f"{words}, or fallback=True" if "; allowed:" in words else f"{words}\nallowed: fallback=True")
 
 
-# Who counts, and who is in PyTorch's place ----------------------------------------------------------------------------
+# Counting and replacement --------------------------------------------------------------------------------------------
 
 
 class _Replacement(NamedTuple):
@@ -204,12 +204,12 @@ class _Replacement(NamedTuple):
 
 
 _lock = threading.Lock()
-_replacements: list[_Replacement] = []  # the last one is in place
-_original: Callable[..., Tensor] | None = None  # PyTorch's function while another is in its place
+_replacements: list[_Replacement] = []  # the last one is active
+_original: Callable[..., Tensor] | None = None  # PyTorch's function while it is replaced
 _original_fastpath = True
 
 
-@torch.compiler.assume_constant_result  # so that a traced program neither runs it nor depends on the figures
+@torch.compiler.assume_constant_result  # so a traced program neither runs it nor depends on the counts
 def _count(reason: str | None) -> None:
     with _lock:
         report = _replacements[-1].report if _replacements else totals
@@ -220,11 +220,11 @@ def _count(reason: str | None) -> None:
 
 
 def _torch_attention() -> Callable[..., Tensor]:
-    original = _original  # read once: another thread may leave its context meanwhile
+    original = _original  # read once: another thread may exit its context meanwhile
     return functional.scaled_dot_product_attention if original is None else original
 
 
-# Two functions that stay the same from context to context: a compiled program is guarded by the function it has met.
+# These two functions are the same for all contexts: a compiled program has a guard on the function it was traced with.
 
 
 def _strict(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -236,7 +236,7 @@ def _lenient(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, 
 
 
 def install(report: Report, fallback: bool) -> None:
-    """Put qflash's function in place of PyTorch's, with `report` counting."""
+    """Replace PyTorch's function with qflash's, and count in `report`."""
     global _original, _original_fastpath
     with _lock:
         if not _replacements:
@@ -248,7 +248,7 @@ def install(report: Report, fallback: bool) -> None:
 
 
 def remove(report: Report) -> None:
-    """Take the replacement that counts in `report` away, wherever in the stack another thread has left it."""
+    """Remove the replacement that counts in `report`, wherever other threads have left it in the stack."""
     global _original
     with _lock:
         _replacements[:] = [entry for entry in _replacements if entry.report is not report]

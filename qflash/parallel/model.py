@@ -1,8 +1,8 @@
-"""A model of time: a layer of attention over many GPUs, from its arithmetic, its bytes and the rates of both.
+"""A time model of a layer of attention over many GPUs, from its arithmetic, its bytes and the rates of both.
 
-It counts what `qflash.parallel` computes and sends, strategy by strategy, and divides by rates that it is given:
-measured ones for arithmetic (`MeasuredRates`, from result rows), those of links and memory by whoever asks. It knows no
-latencies, no congestion and no clock that drops; `ASSUMPTIONS` says what else.
+It counts what `qflash.parallel` computes and sends under each strategy, and divides by given rates: measured ones for
+arithmetic (`MeasuredRates`, from result rows), and those of links and memory from the caller. It models no latency, no
+congestion and no throttled clocks; `ASSUMPTIONS` lists the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qflash.parallel.words import STRATEGIES
 
 FORWARD, BACKWARD = "forward", "backward"
 KINDS = (FORWARD, BACKWARD)
-_PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # of matrices, two operations for each pair of numbers
+_PRODUCTS = {FORWARD: 2, BACKWARD: 5}  # matrix products; two operations per pair of numbers
 _FLOAT32 = 4
 
 ASSUMPTIONS = (
@@ -54,43 +54,43 @@ class Layer:
 
     @property
     def ring_bytes(self) -> float:
-        """Of a number of k or v that goes round a ring: quantized, an integer and its part of a token's scale."""
+        """Bytes per element of k or v in a ring: if quantized, an integer and its share of a token's scale."""
         return self.number_bytes if self.precision is None else 1 + _FLOAT32 / self.head_dim
 
     def operations(self, kind: str) -> float:
-        """Of all GPUs together: those of the products of matrices that the mask leaves."""
+        """Operations of all GPUs together, in the matrix products that the mask leaves."""
         scores = self.batch * self.q_heads * float(self.tokens) ** 2 * (0.5 if self.causal else 1.0)
         return 2 * _PRODUCTS[kind] * scores * self.head_dim
 
     def numbers(self, tokens: float, heads: float) -> float:
-        """How many there are in an array like q, k or v."""
+        """The number of elements of an array like q, k or v."""
         return self.batch * tokens * heads * self.head_dim
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates in bytes a second: of a GPU's link within its node and to others, one way, and of its memory."""
+    """Rates in bytes per second: of a GPU's link within its node and to other nodes, one way, and of its memory."""
 
     link: float
     network: float
     memory: float
-    node: int = 8  # GPUs that the link joins
+    node: int = 8  # GPUs joined by the link
 
     def rate(self, gpus: int) -> float:
-        """What moves between so many GPUs moves at the slowest of the rates on its way."""
+        """The rate between this many GPUs: the lowest one on the path."""
         return self.link if gpus <= self.node else min(self.link, self.network)
 
 
 class Rates(Protocol):
-    """How fast arithmetic is."""
+    """The rate of arithmetic."""
 
     def operations(self, kind: str, length: int, causal: bool) -> float:
-        """A second, of a call on so many queries and keys."""
+        """Operations per second in a call with `length` queries and keys."""
 
 
 @dataclass(frozen=True)
 class FixedRate:
-    """The same for every call."""
+    """The same rate for every call."""
 
     rate: float
 
@@ -100,7 +100,7 @@ class FixedRate:
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """Of result rows, by kind and mask: (length, operations a second), from short to long."""
+    """Rates from result rows, by kind and mask: (length, operations per second), from short to long."""
 
     rates: Mapping[tuple[str, bool], tuple[tuple[int, float], ...]]
 
@@ -108,13 +108,13 @@ class MeasuredRates:
     def of_rows(
         cls, rows: Iterable[Mapping[str, Any]], head_dim: int, dtype: str, precision: str | None = None
     ) -> MeasuredRates:
-        """The fastest kernel of qflash in each row's problem, of queries and keys of the same length."""
+        """From the fastest kernel of qflash for each row's problem, with equally many queries and keys."""
         best: dict[tuple[str, bool], dict[int, float]] = {}
         for row in rows:
             fits = row.get("kernel") and row.get("D") == head_dim and row.get("dtype") == dtype
             if not fits or row.get("precision") != (precision or "native") or row.get("Tq") != row.get("Tk"):
                 continue
-            if precision and row["candidate"] != f"qflash {row['kernel']}":  # without the pass that quantizes
+            if precision and row["candidate"] != f"qflash {row['kernel']}":  # without the quantization pass
                 continue
             if row.get("kind") in KINDS and row.get("gflops") and not row.get("kv_lens"):
                 of = best.setdefault((row["kind"], bool(row["causal"])), {})
@@ -122,11 +122,11 @@ class MeasuredRates:
         return cls({key: tuple(sorted(of.items())) for key, of in best.items()})
 
     def operations(self, kind: str, length: int, causal: bool) -> float:
-        """The rate at the length that is nearest by ratio; beyond the last one it is that one's."""
+        """The rate at the length nearest by ratio; beyond the last length, the rate there."""
         return self._nearest(kind, length, causal)[1]
 
     def measured_length(self, kind: str, length: int, causal: bool) -> int:
-        """Which length stands for this one."""
+        """The measured length that represents this one."""
         return self._nearest(kind, length, causal)[0]
 
     def _nearest(self, kind: str, length: int, causal: bool) -> tuple[int, float]:
@@ -142,9 +142,9 @@ class Pass:
 
     computing: float
     moved_bytes: float
-    moving: float  # as long as transfers take by themselves
-    waiting: float  # what of that is not hidden under computation
-    copying: float  # merges, sums and copies, at the rate of memory
+    moving: float  # the time of transfers alone
+    waiting: float  # the part of it that computation does not hide
+    copying: float  # merges, sums and copies, at memory bandwidth
 
     @property
     def seconds(self) -> float:
@@ -153,12 +153,12 @@ class Pass:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A strategy on so many GPUs. Where `why_not` is not empty, it is no strategy for this layer."""
+    """A strategy on some number of GPUs. If `why_not` is not empty, the strategy does not support this layer."""
 
     strategy: str
     gpus: int
     passes: Mapping[str, Pass]
-    keys_bytes: float = 0.0  # keys and values that a GPU holds at once, forward
+    keys_bytes: float = 0.0  # keys and values that a GPU holds at a time, forward
     why_not: str = ""
 
     @property
@@ -180,12 +180,12 @@ def estimate(layer: Layer, gpus: int, strategy: str, machine: Machine, rates: Ra
 
 
 def estimates(layer: Layer, gpus: int, machine: Machine, rates: Rates) -> list[Estimate]:
-    """Of every strategy."""
+    """Estimates of all strategies."""
     return [estimate(layer, gpus, strategy, machine, rates) for strategy in STRATEGIES]
 
 
 def hidden_from(layer: Layer, machine: Machine, gpus: int, rate: float) -> float:
-    """From how many tokens for each GPU on a step of a ring takes longer than its transfer, at this rate of arithmetic.
+    """The number of tokens per GPU from which a step of a ring takes longer than its transfer, at this arithmetic rate.
 
     A step computes 4 T² Hq D operations, or half, and moves 2 T Hkv D numbers.
     """
@@ -209,8 +209,8 @@ def _why_not(layer: Layer, gpus: int, strategy: str) -> str:
 
 
 def _held(layer: Layer, gpus: int) -> float:
-    """Which share of all keys a GPU has at once in a ring: those of a round and of the next one, and, where a round has
-    several hops, those of one end to end."""
+    """The share of all keys that a GPU holds at a time in a ring: those of a round and of the next one and, if a round
+    has several hops, a concatenated copy of one."""
     longest = max(len(one.hops) for one in _rounds(layer, gpus))
     return (min(2, gpus) if longest == 1 else 3 * longest) / gpus
 
@@ -220,29 +220,29 @@ def _rounds(layer: Layer, gpus: int) -> list[Round]:
 
 
 def _repeated(layer: Layer, gpus: int) -> int:
-    """Heads of k that ulysses sends: a head that several GPUs need goes to each of them."""
+    """The number of heads of k that ulysses sends: a head needed by several GPUs is sent to each of them."""
     return max(layer.kv_heads, gpus)
 
 
 def _alone(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
-    """A call of attention, and nothing else."""
+    """A single call of attention."""
     return Pass(layer.operations(kind) / rates.operations(kind, layer.tokens, layer.causal), 0.0, 0.0, 0.0, 0.0)
 
 
 def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
     part = layer.tokens // gpus
-    operations = layer.operations(kind) / gpus**2  # of a step
+    operations = layer.operations(kind) / gpus**2  # per step
     own = operations / rates.operations(kind, part, layer.causal)
     other = operations / rates.operations(kind, part, False)
     keys = 2 * layer.numbers(part, layer.kv_heads)
-    # Backward the gradients of a block follow it, and go one hop further.
+    # In the backward pass the gradients of a block follow it, and move one hop further.
     hop = keys * (layer.ring_bytes + (0 if kind == FORWARD else _FLOAT32))
     last = 0.0 if kind == FORWARD else keys * _FLOAT32
     rate = machine.rate(gpus)
     waiting = last / rate
     if kind == BACKWARD:
         waiting += (gpus - 1) * max(hop / rate - other, 0.0)
-    else:  # a round moves under the calls of the one before
+    else:  # a round moves during the calls of the previous one
         for before, one in pairwise(_rounds(layer, gpus)):
             waiting += max(len(one.hops) * hop / rate - len(before.hops) * other, 0.0)
     moved = (gpus - 1) * hop + last
@@ -252,25 +252,25 @@ def _ring(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) ->
 
 
 def _ring_copies(layer: Layer, gpus: int, kind: str) -> float:
-    """Bytes that merges, or the sums of gradients, read and write."""
+    """Bytes read and written by merges, or by sums of gradients."""
     part = layer.tokens // gpus
-    # Under a causal mask half of the steps have all rows of q and half of the keys, the others it the other way round.
+    # Under a causal mask half of the steps have all rows of q and half of the keys, the others half of q and all keys.
     share = 0.75 if layer.causal else 1.0
     rows, keys = (share * layer.numbers(part, heads) for heads in (layer.q_heads, layer.kv_heads))
     add = _added(layer)
     if kind == FORWARD:
-        if layer.precision is not None:  # a call for each hop, whose keys are widened before
+        if layer.precision is not None:  # one call per hop, whose keys are converted before
             block = 2 * layer.numbers(part, layer.kv_heads)
             return (gpus - 1) * (rows * add + block * (layer.ring_bytes + layer.number_bytes))
         rounds = _rounds(layer, gpus)[1:]
-        copied = sum(len(one.hops) for one in rounds if len(one.hops) > 1)  # end to end
+        copied = sum(len(one.hops) for one in rounds if len(one.hops) > 1)  # concatenated
         return len(rounds) * rows * add + copied * 2 * keys * 2 * layer.number_bytes
-    delta = 2 * rows * layer.number_bytes  # dout · out, which every step computes for itself
+    delta = 2 * rows * layer.number_bytes  # dout · out, which every step computes anew
     return gpus * (rows * add + 2 * keys * add + delta)
 
 
 def _added(layer: Layer) -> int:
-    """Bytes for each number that is added to a sum: that is read and written, and the share is read."""
+    """Bytes per element added to a sum: the sum is read and written, and the share is read."""
     return 2 * _FLOAT32 + layer.number_bytes
 
 
@@ -280,7 +280,7 @@ def _all_gather(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rat
     each = layer.number_bytes + (0 if kind == FORWARD else _FLOAT32)  # gradients of keys are summed in float32
     moved = keys * each * (gpus - 1) / gpus
     moving = moved / machine.rate(gpus)
-    copied = 2 * keys * each  # put in the order of tokens
+    copied = 2 * keys * each  # reordered into token order
     if kind == BACKWARD:
         copied += keys * _added(layer)
     return Pass(computing, moved, moving, moving, copied / machine.memory)
@@ -288,11 +288,11 @@ def _all_gather(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rat
 
 def _ulysses(layer: Layer, gpus: int, kind: str, machine: Machine, rates: Rates) -> Pass:
     computing = layer.operations(kind) / gpus / rates.operations(kind, layer.tokens, layer.causal)
-    heads = 2 * layer.q_heads + 2 * _repeated(layer, gpus)  # q, k and v there, out back; backward the other way round
+    heads = 2 * layer.q_heads + 2 * _repeated(layer, gpus)  # q, k and v, and out back; the reverse in the backward pass
     numbers = layer.numbers(layer.tokens / gpus, heads)
     moved = numbers * layer.number_bytes * (gpus - 1) / gpus
     moving = moved / machine.rate(gpus)
-    return Pass(computing, moved, moving, moving, 4 * numbers * layer.number_bytes / machine.memory)  # on either side
+    return Pass(computing, moved, moving, moving, 4 * numbers * layer.number_bytes / machine.memory)  # on both sides
 
 
 _PASSES = {"ring": _ring, "all_gather": _all_gather, "ulysses": _ulysses}

@@ -1,7 +1,7 @@
-"""Parts: calls of attention on a rank's queries and some keys, with the arrays that go with the slices.
+"""Parts: calls of attention on a rank's queries and some keys, with the arrays that belong to the slices.
 
-What is said of the whole sequence (lengths, offsets of packed sequences, positions for rope) is said of each part
-again. Ranks and the starts of chunks may be traced, so all of it is arithmetic on small arrays, and no value is read.
+Arrays that describe the whole sequence (lengths, offsets of packed sequences, positions for rope) are derived again for
+each part. Ranks and chunk starts may be traced, so all of this is arithmetic on small arrays, and no value is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qflash.rotary import Rope
 
 
 class Maths(Protocol):
-    """The few functions of a framework that parts are made with. All arrays but that of as_float32 are int32."""
+    """The few framework functions that parts are computed with. All arrays but that of as_float32 are int32."""
 
     def arange(self, count: int, like: Any) -> Any: ...
 
@@ -32,47 +32,47 @@ class Maths(Protocol):
     def as_float32(self, x: Any) -> Any: ...
 
     def starts(self, offsets: Any, tokens: Any) -> Any:
-        """Of the packed sequence that each token is in, the first token."""
+        """The first token of the packed sequence that each token is in."""
 
 
 class Part(NamedTuple):
-    """One call. q, k: which of the local tokens, and of the keys at hand."""
+    """One call. q, k: slices of the local tokens, and of the available keys."""
 
     q: Span
     k: Span
     window: tuple[int, int]
-    sinks: bool  # do they count here? They count once for every query
-    alone: bool = True  # has it all keys that its queries see?
+    sinks: bool  # whether they count here: they count once per query
+    alone: bool = True  # whether it has all keys that its queries see
     kv_lens: Any = None
-    offsets: tuple[Any, Any] | None = None  # cu_seqlens of q and of k, where sequences are packed
+    offsets: tuple[Any, Any] | None = None  # cu_seqlens of q and of k, if sequences are packed
     rope: Rope | None = None
-    unseen: bool = False  # is one of the packed sequences that of the keys which nobody sees, however many these are?
+    unseen: bool = False  # whether one packed sequence holds the keys that no query sees, however many
 
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """The tokens of all ranks: where they are, and what is said of them."""
+    """The tokens of all ranks: where they are, and the arrays that describe them."""
 
     at: Placement
     words: Words
     maths: Maths
-    like: Any  # an array of the device that everything is on
+    like: Any  # an array on the device of the call
     kv_lens: Any = None  # [B], of whole sequences
     offsets: Any = None  # [B + 1], of all tokens
-    longest: int = 0  # no packed sequence is longer
+    longest: int = 0  # upper bound on the length of packed sequences
     rope: Rope | None = None  # its positions_q are those of this rank's tokens
-    positions_q: Any = None  # [ranks, T] or [ranks, B, T]: those that were given, of all ranks, where they are needed
+    positions_q: Any = None  # [ranks, T] or [ranks, B, T]: given positions of all ranks, if they are needed
     positions_k: Any = None
-    good_offsets: bool = False  # were their values looked at?
-    wide: bool = False  # results that are merged are computed from float32 arrays, so that they are not rounded before
+    good_offsets: bool = False  # whether their values were checked
+    wide: bool = False  # compute results that are merged from float32 arrays, so that they are not rounded before
 
     @property
     def token_dim(self) -> int:
-        """Of q, k and v."""
+        """The dimension of tokens in q, k and v."""
         return 1 if self.offsets is None else 0
 
     def tokens(self, rank: Any) -> Any:
-        """int32 `[T]`: which tokens of the whole sequence a rank has."""
+        """The tokens that a rank has, as indices in the whole sequence: int32 `[T]`."""
         steps = self.maths.arange(self.at.chunk, self.like)
         return self.maths.concatenate([steps + chunk * self.at.chunk for chunk in self.at.chunks(rank)])
 
@@ -86,7 +86,7 @@ class Sequences:
         return Part(piece.q, piece.k, piece.window, piece.own, piece.alone, lens, offsets, rope)
 
     def gathered_parts(self, rank: int) -> list[Part]:
-        """What a rank computes on all keys, in the order of tokens: one part for each of its chunks, or for both."""
+        """What a rank computes on all keys, in token order: one part per chunk, or one for both."""
         if self.words.open and self.offsets is None:
             q, length = (0, self.at.part), self.at.length
             rope = self._rope_of_gathered(rank, q, length)
@@ -97,7 +97,7 @@ class Sequences:
         ]
 
     def _sliced_part(self, run: int, rank: int, chunk: int, call: ChunkCall) -> Part:
-        """The part of a rank's chunk number `run` on the first keys of all, in the order of tokens."""
+        """The part of a rank's chunk number `run` on a prefix of all keys, in token order."""
         end = (chunk + 1) * self.at.chunk
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
         offsets = None
@@ -107,13 +107,13 @@ class Sequences:
         return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
 
     def masked_part(self, run: int, rank: Any, chunk: Any, k_end: Any, window: tuple[int, int]) -> Part:
-        """The same of a chunk that is traced: lengths say where its keys end, because slices cannot."""
+        """The same for a traced chunk: lengths specify where its keys end, because slices cannot."""
         end = (chunk + 1) * self.at.chunk
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
         whole = (0, self.at.length)
         rope = self._rope_of_gathered(rank, q, self.at.length)
         if self.offsets is not None:
-            # After the last sequence stands one without queries, of the keys that no query of the chunk sees.
+            # The last sequence is followed by one without queries, for the keys that no query of the chunk sees.
             tokens = self.maths.arange(1, self.like)
             of_q = self._offsets_in(end - self.at.chunk, end)
             of_k = self._offsets_in(0, k_end)
@@ -128,24 +128,24 @@ class Sequences:
         return Part(q, whole, window, sinks=True, kv_lens=lens, rope=rope)
 
     def whole_part(self) -> Part:
-        """All queries and all keys, in the order of tokens."""
+        """All queries and all keys, in token order."""
         rope, whole = self.rope, (0, self.at.length)
-        if rope is not None:  # positions that were not given are attention's own, which are those of the whole sequence
+        if rope is not None:  # attention's default positions are those of the whole sequence
             given = (None if x is None else self._of_all(x) for x in (self.positions_q, self.positions_k))
             rope = replace(rope, positions_q=next(given), positions_k=next(given))
         offsets = None if self.offsets is None else (self.offsets, self.offsets)
         return Part(whole, whole, self.words.edges, sinks=True, kv_lens=self.kv_lens, offsets=offsets, rope=rope)
 
     def _lens_until(self, end: Any) -> Any:
-        """How many keys exist for the queries before `end`, so that the diagonal stands where theirs does."""
+        """The number of keys that exist for the queries before `end`, so that their diagonal is unchanged."""
         if self.kv_lens is None or not self.words.ends_at_the_diagonal:
             return self.kv_lens
-        # The last of them stands as many tokens before the last key as there are queries behind it.
+        # The last of these queries is as many tokens before the last key as there are queries after it.
         moved = self.maths.clip(self.kv_lens - (self.at.length - end), 0, self.at.length)
         return self._valid(self.kv_lens, moved)
 
     def _rope_of_gathered(self, rank: Any, q: Span, k_end: int) -> Rope | None:
-        """Key j of all keys stands at j, or where it was said to: `positions_k` is then `[ranks, T]` in shard order."""
+        """Key j of all keys is at j, or at its given position: `positions_k` is then `[ranks, T]` in shard order."""
         if self.rope is None:
             return None
         if self.positions_k is not None:
@@ -157,7 +157,7 @@ class Sequences:
         return replace(self.rope, positions_q=self._query_positions(rank, q), positions_k=keys[..., :k_end])
 
     def _of_all(self, positions: Any) -> Any:
-        """Positions of all ranks in the order of tokens."""
+        """Positions of all ranks in token order."""
         chunk, holders = self.at.chunk, self.at.holders()
         return self.maths.concatenate([positions[rank][..., run * chunk : (run + 1) * chunk] for rank, run in holders])
 
@@ -176,7 +176,7 @@ class Sequences:
         if self.offsets is not None:
             tokens = self._in_sequence(tokens)
         if self.kv_lens is not None:
-            # The last query stands at the last key. Without keys no query is rotated, wherever it would stand.
+            # The last query is at the last key. Without keys no query is rotated, whatever its position.
             lens = self.kv_lens[:, None]
             tokens = self.maths.where(lens > 0, tokens + lens - self.at.length, tokens)
         return tokens[..., slice(*q)]
@@ -185,15 +185,15 @@ class Sequences:
         return tokens - self.maths.starts(self.offsets, tokens)
 
     def keys_of(self, rank: Any) -> Any:
-        """[B]: how many keys of a rank exist, of sequences whose lengths are good; None: all of them."""
+        """[B]: the number of keys of a rank that exist, for sequences with valid lengths; None: all of them."""
         return None if self.kv_lens is None else self._existing(rank, (0, self.at.part))
 
     def _keys_in(self, source: Any, k: Span) -> Any:
-        """[B]: how many of these keys of `source` exist."""
+        """[B]: the number of these keys of `source` that exist."""
         return None if self.kv_lens is None else self._valid(self.kv_lens, self._existing(source, k))
 
     def _existing(self, source: Any, k: Span) -> Any:
-        """The same, whatever the lengths are. Keys that exist stand first: a rank has its chunks in order."""
+        """The same for any lengths. Keys that exist come first: a rank has its chunks in order."""
         found = 0
         for run, chunk in enumerate(self.at.chunks(source)):
             if k[0] <= run * self.at.chunk < k[1]:
@@ -201,11 +201,11 @@ class Sequences:
         return found
 
     def _valid(self, lens: Any, lens_here: Any) -> Any:
-        """Lengths of a part; one that no sequence can have stays such, so that no bad value becomes a good one."""
+        """Lengths of a part. An invalid length stays invalid, so that no bad value becomes a good one."""
         return self.maths.where((lens >= 0) & (lens <= self.at.length), lens_here, lens * 0 - 1)
 
     def _both(self, piece: Piece, rank: Any, source: Any) -> tuple[Any, Any] | None:
-        """Offsets within the chunk of queries and the chunk of keys that a piece is of."""
+        """Offsets within the chunk of queries and the chunk of keys of a piece."""
         if self.offsets is None:
             return None
         chunk = self.at.chunk
@@ -214,8 +214,8 @@ class Sequences:
         return self._offsets_in(q_start, q_start + chunk), self._offsets_in(k_start, k_start + chunk)
 
     def _offsets_in(self, start: Any, end: Any) -> Any:
-        """Where sequences begin within some tokens; those that are elsewhere are empty. Of offsets that are wrong all
-        are such: clipped, they could be good, or bad on some ranks alone, for which the others would wait."""
+        """Where sequences begin within some tokens; sequences that are elsewhere are empty. If any offset is invalid,
+        all results are invalid: clipped, they could be valid, or invalid on some ranks only, so that others wait."""
         found, of = self.maths.clip(self.offsets, start, end) - start, self.offsets
         if self.good_offsets:
             return found
@@ -225,7 +225,7 @@ class Sequences:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def attend(self, part: Part, q: Any, k: Any, v: Any, sinks: Any) -> tuple[Any, Any]:
-        """out and lse of a part. q: all of the rank's; k, v: all that are at hand."""
+        """out and lse of a part. q: all of the rank's; k, v: all that are available."""
         words = self._words_of(part, sinks)
         arrays = (self._cut(q, part.q), self._cut(k, part.k), self._cut(v, part.k))
         if self.wide and not part.alone:
@@ -239,7 +239,7 @@ class Sequences:
     def gradients(
         self, part: Part, dout: Any, dlse: Any, q: Any, k: Any, v: Any, sinks: Any, out: Any, lse: Any
     ) -> tuple[Any, ...]:
-        """dq, dk, dv and, where sinks count in this part, dsinks. out, lse: of all of the rank's rows and all keys."""
+        """dq, dk, dv and, if sinks count in this part, dsinks. out, lse: of all of the rank's rows and all keys."""
         words = self._words_of(part, sinks)
         of_lse = [None if x is None else x[..., slice(*part.q)] for x in (dlse, lse)]
         return attention_gradients(
@@ -268,12 +268,12 @@ class Sequences:
         }
 
     def _longest(self, part: Part) -> tuple[int, int]:
-        """Bounds on packed sequences."""
+        """Upper bounds on the lengths of packed sequences."""
         keys = part.k[1] - part.k[0]
         return min(self.longest, part.q[1] - part.q[0]), keys if part.unseen else min(self.longest, keys)
 
     def _cut(self, x: Any, span: Span) -> Any:
-        """Some tokens of an array of q's, k's or v's shape: a view, where the framework has any."""
+        """A slice of tokens of an array shaped like q, k or v: a view, if the framework has views."""
         if span == (0, x.shape[self.token_dim]):
             return x
         return x[:, slice(*span)] if self.token_dim else x[slice(*span)]

@@ -1,8 +1,8 @@
-"""Pieces: masks over a sequence that is spread over ranks, as calls of attention on slices of local tokens.
+"""Pieces: masks over a sequence that is distributed over ranks, as calls of attention on slices of local tokens.
 
 A mask of the whole sequence has two edges: query i sees the keys from i - left to i + right. Between a chunk of queries
 and a chunk of keys it is the same band with another diagonal. attention aligns its diagonal to the last query and the
-last key, so a slice that ends elsewhere moves it: every such band is one call, or none, and needs no word of its own.
+last key, so slicing at other ends moves it: every such band is one call, or none, and needs no additional argument.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import NamedTuple
 
 from qflash.parallel.placement import Placement
 
-OPEN = (-1, -1)  # the edges of no mask
+OPEN = (-1, -1)  # the edges without a mask
 CAUSAL = (-1, 0)
 
 Span = tuple[int, int]  # from, to
 
 
 class Piece(NamedTuple):
-    """A call of attention on some of a rank's queries and some of the keys that it has from a rank."""
+    """A call of attention on some of a rank's queries and some of the keys that it has received from a rank."""
 
     q: Span
     k: Span
     window: tuple[int, int]
-    own: bool = False  # has each of its queries the key of the same token? Sinks count in these pieces alone
-    alone: bool = True  # has it all keys that its queries see, so that its result is the result?
+    own: bool = False  # whether each query has the key of its own token: sinks count only in these pieces
+    alone: bool = True  # whether it has all keys that its queries see, so that no merge follows
 
 
 def ring_pieces(at: Placement, rank: int, source: int, edges: tuple[int, int], packed: bool = False) -> list[Piece]:
-    """What `rank` computes on the keys of `source`. packed: a piece is of one chunk of queries and one of keys."""
+    """What `rank` computes on the keys of `source`. packed: a piece has one chunk of queries and one of keys."""
     whole = (0, at.part)
     if not packed and edges == OPEN:
         return [Piece(whole, whole, OPEN, rank == source)]
@@ -48,10 +48,10 @@ def ring_pieces(at: Placement, rank: int, source: int, edges: tuple[int, int], p
 
 
 def _causal_pieces(at: Placement, rank: int, source: int) -> list[Piece]:
-    """A causal mask leaves one call for each source, or none.
+    """A causal mask leaves one call per source, or none.
 
-    Of zigzag, a rank's own chunks laid end to end are plain causal attention. Chunk `source` of an earlier rank is
-    before both chunks of queries and its other chunk after both; both chunks of a later rank are before the second
+    With zigzag, a rank's own chunks, concatenated, are plain causal attention. Chunk `source` of an earlier rank is
+    before both chunks of queries, and its other chunk after both; both chunks of a later rank are before the second
     chunk of queries and after the first.
     """
     whole, half = (0, at.part), at.part // 2
@@ -72,7 +72,7 @@ def _band(shift: int, chunk: int, edges: tuple[int, int]) -> tuple[Span, Span, t
     if low > farthest or high < -farthest:
         return None
     diagonal = max(low, min(high, 0))
-    # j = i + diagonal at the ends of both slices; queries and keys beyond them see, and are seen by, nobody.
+    # j = i + diagonal at the ends of both slices; queries beyond them see no key, and keys beyond them are not seen.
     q = (max(-diagonal, 0), chunk - max(diagonal, 0))
     k = (max(diagonal, 0), chunk - max(-diagonal, 0))
     return q, k, (-1 if low == -farthest else diagonal - low, -1 if high == farthest else high - diagonal)
@@ -83,14 +83,14 @@ def _moved(span: Span, by: int) -> Span:
 
 
 def ring_hops(at: Placement, edges: tuple[int, int], packed: bool = False) -> int:
-    """How many times keys must move on before no rank is left that wants them. None wants those of no tokens."""
+    """The number of hops after which no rank needs the keys. No rank needs keys of empty chunks."""
     return next((hop for hop in reversed(range(at.ranks)) if _is_wanted(at, hop, edges, packed)), 0)
 
 
 def _is_wanted(at: Placement, hop: int, edges: tuple[int, int], packed: bool) -> bool:
-    """Whether some rank computes on the keys that come with a hop."""
-    # In contiguous chunks what a rank sees of them depends on how far they are: before it, as for the last rank, or
-    # after it, as for the one that gets those of the last.
+    """Whether some rank computes on the keys that arrive with a hop."""
+    # With contiguous chunks only the distance to the keys matters: before a rank, as for the last one, or after it, as
+    # for the rank that receives the last one's.
     some = range(at.ranks) if at.runs > 1 else (at.ranks - 1, (hop - 1) % at.ranks)
     return any(ring_pieces(at, to, (to - hop) % at.ranks, edges, packed) for to in some)
 
@@ -106,21 +106,21 @@ def ring_steps(at: Placement, rank: int, edges: tuple[int, int], packed: bool = 
 
 
 def _meet(q: Span, spans: Counter[Span]) -> int:
-    """How many pieces have some of these queries."""
+    """The number of pieces that include some of these queries."""
     return sum(count for other, count in spans.items() if other[0] < q[1] and q[0] < other[1])
 
 
 class ChunkCall(NamedTuple):
-    """A call of attention on a chunk of queries and all keys up to `k_end`, in the order of tokens."""
+    """A call of attention on a chunk of queries and all keys up to `k_end`, in token order."""
 
     k_end: int
     window: tuple[int, int]
 
 
 def chunk_call(at: Placement, chunk: int, edges: tuple[int, int]) -> ChunkCall:
-    """The keys that a chunk of queries sees, as far as the mask ends to the right, and the window from their end."""
+    """The keys that a chunk of queries sees, up to the right edge of the mask, and the window relative to their end."""
     left, right = edges
     end = (chunk + 1) * at.chunk
     k_end = at.length if right < 0 else min(at.length, end + right)
-    beyond = k_end - end  # the diagonal stands at the last key, so many tokens after that of the last query
+    beyond = k_end - end  # tokens from the chunk's last query to the diagonal, which is at the last key
     return ChunkCall(k_end, (-1 if left < 0 else left + beyond, -1 if right < 0 else right - beyond))

@@ -1,7 +1,7 @@
 """Placement: which tokens of a sequence each rank has.
 
-The sequence is cut into chunks of equal length. "contiguous" gives each rank one of them, in order. "zigzag" makes two
-for each rank and gives rank r chunks r and 2 · ranks - 1 - r, so that a causal mask leaves every rank the same work.
+The sequence is divided into chunks of equal length. "contiguous" gives each rank one of them, in order. "zigzag" makes
+two per rank and gives rank r chunks r and 2 · ranks - 1 - r, so that a causal mask leaves every rank the same work.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PLACEMENTS = ("zigzag", "contiguous")
 
 
 def check_placement(placement: Any, causal: Any) -> str:
-    """The word, or what stands for None: "zigzag" where a mask is causal, else "contiguous"."""
+    """The placement, or the default for None: "zigzag" if the mask is causal, else "contiguous"."""
     if placement is None:
         return "zigzag" if check_flag("causal", causal) else "contiguous"
     return check_word("placement", placement, PLACEMENTS)
@@ -23,7 +23,7 @@ def check_placement(placement: Any, causal: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """`length` tokens over `ranks` ranks. Ranks may be traced: what depends on one is arithmetic alone."""
+    """`length` tokens over `ranks` ranks. Ranks may be traced: only arithmetic depends on them."""
 
     kind: str
     ranks: int
@@ -31,7 +31,7 @@ class Placement:
 
     @classmethod
     def of_whole(cls, kind: str, ranks: int, length: int, name: str, dim: int) -> Placement:
-        """That of an array `name` with all tokens in its dimension `dim`."""
+        """The placement of an array `name` with all tokens in its dimension `dim`."""
         parts = runs_of(kind) * ranks
         if length % parts:
             raise ValueError(
@@ -42,7 +42,7 @@ class Placement:
 
     @classmethod
     def of_part(cls, kind: str, ranks: int, tokens: int, name: str) -> Placement:
-        """That of an array `name` with one rank's tokens."""
+        """The placement of an array `name` with one rank's tokens."""
         if tokens % runs_of(kind):
             raise ValueError(
                 f"{name} has {tokens} tokens on this rank; allowed: an even number, because placement 'zigzag' gives "
@@ -52,31 +52,31 @@ class Placement:
 
     @property
     def runs(self) -> int:
-        """How many chunks a rank has."""
+        """The number of chunks per rank."""
         return runs_of(self.kind)
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """The number of tokens per chunk."""
         return self.length // (self.runs * self.ranks)
 
     @property
     def part(self) -> int:
-        """Tokens of a rank."""
+        """The number of tokens per rank."""
         return self.length // self.ranks
 
     def chunks(self, rank: Any) -> tuple[Any, ...]:
-        """The chunks of a rank, in the order in which it has them, which is that of their tokens."""
+        """The chunks of a rank in its order, which is token order."""
         return (rank,) if self.runs == 1 else (rank, 2 * self.ranks - 1 - rank)
 
     def holders(self) -> tuple[tuple[int, int], ...]:
-        """(rank, run) of every chunk, in the order of tokens: the chunk is that rank's first or second."""
+        """(rank, run) of every chunk, in token order: the chunk is the first or second of that rank."""
         of_ranks = [(rank, 0) for rank in range(self.ranks)]
         return (*of_ranks, *((rank, 1) for rank, _ in reversed(of_ranks))) if self.runs == 2 else tuple(of_ranks)
 
 
 def runs_of(kind: str) -> int:
-    """How many chunks a rank has."""
+    """The number of chunks per rank."""
     return 2 if kind == "zigzag" else 1
 
 

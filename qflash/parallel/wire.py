@@ -1,7 +1,7 @@
-"""What goes round a ring: keys and values as they are, or, where the call is quantized, in 8 bits.
+"""What a ring transfers: keys and values unchanged or, if the call is quantized, in 8 bits.
 
-The rank that has them quantizes them, once; every rank that they pass sends on what came, and widens it for its own
-calls. These are the calls of any precision: integers are how keys and values travel, not what kernels read
+The rank that owns them quantizes them, once; every other rank forwards what it received, and dequantizes it for its own
+calls. These are ordinary calls with that precision: integers are the transfer format, and kernels do not read them
 (docs/decisions/0017-masks-over-ranks.md).
 """
 
@@ -19,14 +19,14 @@ MOST_FLOAT16 = 65504
 
 
 def to_wire(of: Sequences, block: Any, rank: Any) -> Wire:
-    """The arrays that travel, of a rank's k and v, stacked.
+    """The arrays to transfer for a rank's k and v, stacked.
 
-    Quantized: int8 with a scale for each token and head, less the mean of each channel, which travels beside them.
+    Quantized: int8 with a scale per token and head, after subtracting the mean of each channel, which is sent as well.
     """
     if of.words.precision is None:
         return (block,)
     lens = of.keys_of(rank)
-    if lens is not None:  # what does not exist takes no part in a mean
+    if lens is not None:  # missing keys are not part of a mean
         lens = of.maths.concatenate([lens, lens])
     every_sequence = (prod(block.shape[:-3]), *block.shape[-3:])
     sent = quantize(block.reshape(every_sequence), granularity="token", smooth=True, lens=lens)
@@ -34,7 +34,7 @@ def to_wire(of: Sequences, block: Any, rank: Any) -> Wire:
 
 
 def from_wire(wire: Wire, block: Any) -> Any:
-    """k and v, stacked, of the arrays that came; shaped, and typed, as `block` is."""
+    """k and v, stacked, from the received arrays, with the shape and dtype of `block`."""
     if len(wire) == 1:
         return wire[0]
     values, scale, mean = wire
@@ -42,4 +42,4 @@ def from_wire(wire: Wire, block: Any) -> Any:
     widened = dequantize(came, block.dtype).reshape(block.shape)
     if dtype_name("k", block.dtype) != "float16":
         return widened
-    return widened.clip(-MOST_FLOAT16, MOST_FLOAT16)  # an infinity came as NaN; here it is a number that was rounded up
+    return widened.clip(-MOST_FLOAT16, MOST_FLOAT16)  # infinity arrives as NaN; here it is a rounded-up number

@@ -1,6 +1,6 @@
-"""The words of a parallel call, and what each strategy can and cannot express with them.
+"""The arguments of a parallel call that are not arrays ("words"), and what each strategy can and cannot express.
 
-A refusal names the strategy that can.
+Errors name the strategy that can.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ STRATEGIES = ("ring", "all_gather", "ulysses")
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a call that are not arrays, checked. They are the same on every rank."""
+    """The checked arguments of a call that are not arrays. They are the same on every rank."""
 
     strategy: str
     placement: str
-    edges: tuple[int, int]  # how many keys a query sees on each side of its own; -1 is open
+    edges: tuple[int, int]  # number of keys visible on each side of a query's own; -1 is unlimited
     softcap: float
     scale: float
     precision: str | None
@@ -33,12 +33,12 @@ class Words:
 
     @property
     def open(self) -> bool:
-        """There is no mask."""
+        """Whether there is no mask."""
         return self.edges == OPEN
 
     @property
     def ends_at_the_diagonal(self) -> bool:
-        """No query sees a key after its own: causal, with a window to the left or without."""
+        """Whether no query sees a key after its own: causal, with or without a window to the left."""
         return self.edges[1] == 0
 
 
@@ -53,7 +53,7 @@ def check_words(
     return_lse: Any,
     head_dim: int,
 ) -> Words:
-    """Check a call's words. `head_dim`: of q, for the default of scale."""
+    """Check a call's arguments. `head_dim`: of q, for the default of scale."""
     options = check_options(Options(causal, window, softcap, scale, precision), max(head_dim, 1))
     return Words(
         strategy=check_word("strategy", strategy, STRATEGIES),
@@ -67,7 +67,7 @@ def check_words(
 
 
 def check_offsets(cu_seqlens: Any) -> None:
-    """Refuse offsets that are no array of int32 in the words of these calls, in which q and k have the same."""
+    """Reject offsets that are not a 1-D int32 array, by this call's argument name: q and k have the same offsets."""
     if len(cu_seqlens.shape) != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; allowed: [sequences + 1]")
     dtype = str(cu_seqlens.dtype).removeprefix("torch.")
@@ -76,14 +76,14 @@ def check_offsets(cu_seqlens: Any) -> None:
 
 
 def check_length_values(kv_lens: Sequence[int], length: int) -> None:
-    """Refuse lengths that no sequence of `length` tokens has, in numbers that the user gave."""
+    """Reject lengths outside 0 to `length`, with the values that the user gave."""
     for index, given in enumerate(kv_lens):
         if not 0 <= given <= length:
             raise ValueError(f"kv_lens[{index}] is {given}; allowed: 0 to {length}, the tokens of all ranks")
 
 
 def check_offset_values(cu_seqlens: Sequence[int], length: int, longest: int) -> None:
-    """The same of offsets."""
+    """The same for offsets."""
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != length:
         raise ValueError(
             f"cu_seqlens begins with {cu_seqlens[0]} and ends with {cu_seqlens[-1]}; allowed: from 0 to {length}, the "
@@ -97,7 +97,7 @@ def check_offset_values(cu_seqlens: Sequence[int], length: int, longest: int) ->
 
 
 def check_gradients(words: Words, otherwise: str) -> None:
-    """Refuse the gradient of a quantized precision, in the words of `qflash.attention`. otherwise: what also helps."""
+    """Reject the gradient of a quantized precision, as `qflash.attention` does. otherwise: a suggested alternative."""
     if words.precision is not None:
         raise NotImplementedError(
             f"precision {words.precision!r} has no backward pass; allowed: precision=None{SERVE_QUANTIZED}; or "
@@ -106,7 +106,7 @@ def check_gradients(words: Words, otherwise: str) -> None:
 
 
 def check_strategy(words: Words, ranks: int, q_heads: int, kv_heads: int, kv_lens: bool, packed: bool) -> None:
-    """Refuse what the strategy cannot express exactly."""
+    """Reject what the strategy cannot express exactly."""
     if words.strategy == "ulysses":
         _check_heads(ranks, q_heads, kv_heads)
         return
@@ -141,7 +141,7 @@ def _mask(words: Words) -> str:
 
 
 def _check_heads(ranks: int, q_heads: int, kv_heads: int) -> None:
-    """Every rank gets as many heads of q, and whole heads of k: some of them, or one that several ranks share."""
+    """Every rank gets equally many heads of q, and complete heads of k: several, or one shared with other ranks."""
     for name, heads, fits in (
         ("q", q_heads, q_heads % ranks == 0),
         ("k", kv_heads, kv_heads % ranks == 0 or ranks % kv_heads == 0),

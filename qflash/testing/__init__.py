@@ -1,4 +1,4 @@
-"""Cases, comparison and timers: one set for tests, `qflash verify` and benchmarks. Not imported by qflash itself."""
+"""Cases, comparison and timers, shared by tests, `qflash verify` and benchmarks. Not imported by qflash itself."""
 
 from qflash.testing.case import Case, Inputs, Rotary
 from qflash.testing.cases import BY_NAME, CASES, cases

@@ -1,4 +1,4 @@
-"""Operations on a kernel of one's choice where no word of a call names it: gradients, and what only their Op knows."""
+"""Operations on a chosen kernel where no argument of a call names it: gradients, and what only an Op exposes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from qflash.call.op import Op, Plan
 
-# Made once and kept: plans are found again by the Op itself, which must not be another one at the same address.
+# Created once and kept: the Op itself is the key of cached plans, and must not be another one at the same address.
 
 
 @cache
 def on_kernel(op: Op, kernel: str) -> Op:
-    """The operation as that kernel computes it."""
+    """The operation as computed by that kernel."""
 
     def plan(*given: Any) -> Plan:
         return replace(op.plan(*given), kernel=kernel)
@@ -23,7 +23,6 @@ def on_kernel(op: Op, kernel: str) -> Op:
 
 @cache
 def differentiated_by(op: Op, kernel: str) -> Op:
-    """The operation, whose gradients that kernel computes. Eager calls differentiate it; the dispatcher does not know
-    it."""
+    """The operation with gradients computed by that kernel. Eager calls differentiate it; the dispatcher lacks it."""
     assert op.gradient is not None and op.gradient.op is not None
     return replace(op, gradient=replace(op.gradient, op=on_kernel(op.gradient.op, kernel)))

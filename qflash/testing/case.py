@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import ml_dtypes  # noqa: F401  (registers the name "bfloat16" with NumPy)
 import numpy as np
 
 from qflash.rotary import Rope, rope_tables
@@ -18,7 +18,7 @@ POSITIONS = (None, "shared", "per_batch", "negative")
 
 
 class _ShortRepr:
-    """repr() as a call with only what differs from the defaults: evaluable, and one line."""
+    """repr() as a one-line call with only the non-default arguments; it can be evaluated."""
 
     def __repr__(self) -> str:
         given = []
@@ -56,10 +56,10 @@ class Inputs:
 class Case(_ShortRepr):
     """Shapes, options and data of one problem. Equal cases have equal bits.
 
-    layout: "bthd" contiguous; "bhtd" a transposed view; "fused" q, k, v cut from one array; "gaps" rows with NaN
+    layout: "bthd" contiguous; "bhtd" a transposed view; "fused" q, k, v sliced from one array; "gaps" rows with NaN
     between heads; "one_batch" batch stride 0. packed: q_lens and k_lens are the sequences of `attention_varlen`, and
-    batch, q_len, k_len are unused. sinks: as text ("inf"), again from the first where there are more heads. plant:
-    (array, index, value) triples written over the data, value as text ("nan").
+    batch, q_len, k_len are unused. sinks: as text ("inf"), repeated if there are more heads. plant: (array, index,
+    value) triples written over the data, value as text ("nan").
     """
 
     name: str = "case"
@@ -91,7 +91,7 @@ class Case(_ShortRepr):
 
     @property
     def finite(self) -> bool:
-        """No NaN or Inf was planted."""
+        """Whether no NaN or infinity was planted."""
         return all(np.isfinite(float(value)) for value in (*(self.sinks or ()), *(value for _, _, value in self.plant)))
 
     def options(self) -> dict[str, Any]:
@@ -99,8 +99,8 @@ class Case(_ShortRepr):
         return {"causal": self.causal, "window": self.window, "softcap": self.softcap, "scale": self.scale}
 
     def make_inputs(self) -> Inputs:
-        """Build the arrays: the caller's own."""
-        # Nothing planted: a place may be a slice, which has no hash before Python 3.12.
+        """Build new arrays, which the caller may modify."""
+        # Without planted values: an index may contain a slice, which has no hash before Python 3.12.
         q, k, v, rope = _drawn(replace(self, plant=()))
         arrays, rope = {"q": q.copy(), "k": k.copy(), "v": v.copy()}, deepcopy(rope)
         for name, index, value in self.plant:
@@ -135,7 +135,7 @@ class Case(_ShortRepr):
         how = self.rope.positions
         if how is None:
             return Rope(*rope_tables(rows, self.rope.dim), self.rope.interleaved)
-        rows = rows + 7  # explicit positions may stand anywhere in a table longer than the sequence
+        rows = rows + 7  # explicit positions may be anywhere in a table longer than the sequence
         lowest = 1 - rows if how == "negative" else 0
         shapes = [lead[-1:] if how == "shared" else lead for lead in (lead_q, lead_k)]
         positions = [rng.integers(lowest, rows, shape).astype(np.int32) for shape in shapes]
@@ -144,7 +144,7 @@ class Case(_ShortRepr):
 
 @lru_cache(maxsize=8)
 def _drawn(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rope | None]:
-    """A case's q, k, v before anything is planted, and rope: the oracle and each kernel ask for them again."""
+    """A case's q, k, v before anything is planted, and rope. Cached: the oracle and each kernel request them again."""
     rng = np.random.default_rng(case.seed)
     shape_q, shape_k = case._shapes()
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in (shape_q, shape_k, shape_k))
@@ -153,7 +153,7 @@ def _drawn(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray, Rope | None]
 
 
 def _biased_k(rng: np.random.Generator, q, k, v):
-    """A tenth of k's channels carry a constant offset, as trained models' keys do."""
+    """A tenth of k's channels have a constant offset, like keys of trained models."""
     channels = k.shape[-1]
     offset = np.zeros(channels, np.float32)
     offset[rng.permutation(channels)[: max(1, channels // 10)]] = 8.0
@@ -161,7 +161,7 @@ def _biased_k(rng: np.random.Generator, q, k, v):
 
 
 def _biased_v(rng: np.random.Generator, q, k, v):
-    """All of v's channels have a mean: sums over keys grow with them, and what a sum loses it loses every time."""
+    """All of v's channels have a mean: sums over keys grow with it, and rounding errors of a sum accumulate."""
     return q, k, v + 3
 
 
@@ -176,13 +176,13 @@ def _large(rng: np.random.Generator, q, k, v):
 
 
 def _uniform(rng: np.random.Generator, q, k, v):
-    """All q equal, so that all rows have the same scores; v has a mean, so that nothing cancels."""
+    """All q equal, so all rows have the same scores; v has a mean, so nothing cancels."""
     return np.ones_like(q), k, v + 1
 
 
 def _sloping(rng: np.random.Generator, q, k, v, height):
     """Scores follow height(key) in one row of four, up or down, each at its own rate: slowly, by more from tile to tile
-    than float16 weights could hold, or by more than float32 ones could."""
+    than float16 weights could represent, or by more than float32 ones could."""
     rates = np.array([1 / 64, 1 / 8, 2.0], np.float32)  # per unit of height, in units of the score
     chosen = rng.choice(np.concatenate([rates, -rates]), q.shape[:-1]) * (rng.random(q.shape[:-1]) < 0.25)
     q[..., 0] = chosen * np.sqrt(q.shape[-1])
@@ -191,12 +191,12 @@ def _sloping(rng: np.random.Generator, q, k, v, height):
 
 
 def _rising(rng: np.random.Generator, q, k, v):
-    """Rows whose scores climb, or fall, from the first key to the last."""
+    """Rows whose scores rise, or fall, from the first key to the last."""
     return _sloping(rng, q, k, v, lambda keys: keys)
 
 
 def _hills(rng: np.random.Generator, q, k, v):
-    """Rows whose scores climb for 200 keys and fall for 200, or the other way round, again and again."""
+    """Rows whose scores rise for 200 keys and fall for 200, or the reverse, repeatedly."""
     return _sloping(rng, q, k, v, lambda keys: 200 - np.abs(keys % 400 - 200))
 
 
@@ -217,7 +217,7 @@ def _cumulative(lens: tuple[int, ...]) -> np.ndarray:
 
 
 def _laid_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str):
-    """The same values under other strides."""
+    """The same values with other strides."""
     if layout == "bthd":
         return q, k, v
     if layout == "bhtd":  # [H, T, D] for packed arrays
@@ -234,7 +234,7 @@ def _laid_out(q: np.ndarray, k: np.ndarray, v: np.ndarray, layout: str):
 
 
 def _with_gaps(x: np.ndarray) -> np.ndarray:
-    """Odd strides in every dimension but the last, NaN in the holes: reading past a row shows."""
+    """Odd strides in every dimension but the last, NaN in the gaps: a read past a row is detected."""
     roomy = np.full([*(n + 1 for n in x.shape[:-1]), x.shape[-1] + 3], np.nan, x.dtype)
     view = roomy[tuple(slice(0, n) for n in x.shape)]
     view[...] = x

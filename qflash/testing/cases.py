@@ -1,6 +1,6 @@
-"""The one case list: tests, `qflash verify` and benchmarks all take their problems from here.
+"""The case list: tests, `qflash verify` and benchmarks all take their problems from here.
 
-Tags: "quick" is the handful that shows a kernel is sound, "full" is everything small, "large" takes seconds.
+Tags: "quick" is a small selection that shows whether a kernel works, "full" is everything small, "large" takes seconds.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LARGE = ("large",)
 
 
 def _lengths() -> list[Case]:
-    """Irregular lengths, around every tile size there might be."""
+    """Irregular lengths, around every possible tile size."""
     pairs = [(1, 1), (1, 2), (2, 1), (17, 17), (63, 65), (65, 63), (127, 129), (300, 300), (5, 300), (300, 5)]
     return [Case(f"len_{tq}x{tk}", tq, tk, causal=tq % 2 == 0, seed=tq * 1000 + tk) for tq, tk in pairs]
 
@@ -51,7 +51,7 @@ def _masks() -> list[Case]:
         Case("plain", 128, 128, seed=30, tags=_QUICK),
         Case("causal", 200, 200, causal=True, seed=31, tags=_QUICK),
         Case("causal_short_q", 31, 200, causal=True, seed=32),
-        Case("causal_long_q", 200, 31, causal=True, seed=33),  # the first 169 rows see nothing
+        Case("causal_long_q", 200, 31, causal=True, seed=33),  # the first 169 rows see no keys
         Case("window_0_0", 80, 80, window=(0, 0), seed=34),
         Case("window_0_0_long_k", 40, 120, window=(0, 0), seed=35),
         Case("window_left", 150, 150, window=(16, -1), seed=36),
@@ -59,7 +59,7 @@ def _masks() -> list[Case]:
         Case("window_both", 150, 190, window=(33, 5), seed=38, tags=_QUICK),
         Case("window_wider_than_k", 60, 60, window=(1000, 1000), seed=39),
         Case("window_causal", 170, 170, causal=True, window=(40, 12), seed=40),
-        Case("window_long_q", 150, 20, window=(5, 5), seed=41),  # rows that see nothing at the top
+        Case("window_long_q", 150, 20, window=(5, 5), seed=41),  # rows at the top see no keys
         Case("window_open", 45, 45, window=(-1, -1), seed=42),
         Case("padding", 64, 96, 4, 2, batch=4, kv_lens=(0, 1, 50, 96), seed=43, tags=_QUICK),
         Case("padding_causal", 40, 96, batch=4, kv_lens=(0, 17, 40, 96), causal=True, seed=44),
@@ -95,7 +95,7 @@ def _rope() -> list[Case]:
         Case("rope_negative_positions", 30, 60, batch=2, rope=Rotary(32, True, "negative"), seed=67),
         Case("rope_long_q", 90, 40, rope=Rotary(64), seed=68),  # the implied positions of early queries are negative
         Case("rope_padding", 30, 60, batch=3, kv_lens=(0, 12, 60), causal=True, rope=Rotary(64), seed=69),
-        # The implied position of query 0 of the first sequence is -40, one past the table: there is no key to need it.
+        # The implied position of query 0 of the first sequence is -40, one past the table: no key needs it.
         Case("rope_no_keys", 40, 40, batch=2, kv_lens=(0, 40), rope=Rotary(64), seed=59),
     ]
 
@@ -105,7 +105,7 @@ def _scores() -> list[Case]:
         Case("softcap", 90, 90, softcap=5.0, causal=True, seed=70, tags=_QUICK),
         Case("softcap_saturated", 50, 70, softcap=20.0, scale=3.0, seed=71),
         Case("softcap_large", 50, 70, softcap=30.0, data="large", seed=72),
-        # Nothing is near the cap: scores must stay what they are, however coarse a step of the cap would be.
+        # No score is near the cap: scores must be unchanged, however coarse a step of the cap would be.
         Case("softcap_vast", 50, 70, softcap=1e6, seed=79, tags=_QUICK),
         Case("softcap_between", 50, 70, softcap=70.0, scale=3.0, seed=78),
         Case("scale_zero", 40, 60, scale=0.0, causal=True, seed=73),
@@ -160,7 +160,7 @@ def _decode() -> list[Case]:
 
 
 def _sinks() -> list[Case]:
-    """Logits beside those of the keys, near them and so far above or below that one of the two is lost."""
+    """Logits next to those of the keys: of similar size, and so far above or below that one of the two is lost."""
     near = ("0.5", "-1.25", "3")
     far = ("80", "-80", "1e4", "-1e4", "0")
     return [
@@ -171,7 +171,7 @@ def _sinks() -> list[Case]:
         Case("sinks_bfloat16", 96, 150, 6, 2, head_dim=128, dtype="bfloat16", causal=True, sinks=near, seed=134),
         Case("sinks_packed", q_lens=(5, 0, 64, 40), k_lens=(5, 3, 64, 0), q_heads=4, causal=True, sinks=near, seed=135),
         Case("sinks_padding", 40, 96, 4, 2, batch=3, kv_lens=(0, 17, 96), causal=True, sinks=near, seed=136),
-        Case("sinks_long_q", 200, 31, causal=True, sinks=near, seed=137),  # the first 169 rows see nothing
+        Case("sinks_long_q", 200, 31, causal=True, sinks=near, seed=137),  # the first 169 rows see no keys
         Case("sinks_no_keys", 20, 0, 3, 3, sinks=("0.5", "nan", "-inf"), seed=138),
         Case("sinks_far", 70, 90, 5, 5, sinks=far, seed=139),
         Case("sinks_far_half", 70, 90, 5, 1, dtype="float16", sinks=far, seed=140),
@@ -183,7 +183,7 @@ def _sinks() -> list[Case]:
         Case("sinks_nonfinite", 40, 70, 4, 4, causal=True, sinks=("inf", "-inf", "nan", "1"), seed=146),
         Case("sinks_decode", 1, 700, 8, 2, head_dim=128, batch=3, kv_lens=(0, 1, 700), sinks=near, seed=147),
         Case("sinks_nan_k", 70, 70, causal=True, sinks=near, plant=(("k", (0, 40, 0, 3), "nan"),), seed=148),
-        # The one key has a score of -inf: beside a sink its weight is 0, and softmax of nothing but -inf is NaN.
+        # The only key has a score of -inf: next to a sink its weight is 0, and the softmax of only -inf is NaN.
         Case(
             *("sinks_scores_all_minus_inf", 2, 1), head_dim=1, data="uniform", sinks=("0.5", "-inf"),
             plant=(("k", (0, 0, 0, 0), "-inf"), ("k", (0, 0, 1, 0), "-inf")),
@@ -192,7 +192,7 @@ def _sinks() -> list[Case]:
 
 
 def _non_finite() -> list[Case]:
-    """NaN and Inf where they are seen and where they are not: early rows of a causal square miss late keys."""
+    """NaN and Inf in visible and in masked places: early rows of a causal square do not see late keys."""
     square = Case(q_len=70, k_len=70, causal=True, seed=110)
     padded = Case(q_len=40, k_len=70, batch=2, kv_lens=(50, 70), seed=111)
 
@@ -217,7 +217,7 @@ def _non_finite() -> list[Case]:
         planted("nan_bfloat16", square, ("k", (0, 9, 1, 10), "nan"), ("v", (0, 60, 0, 1), "inf"), dtype="bfloat16"),
         planted("nan_packed", Case(q_lens=(20, 30), k_lens=(20, 30), seed=112), ("k", (19, 0, 0), "nan")),
         planted("nan_decode", Case(q_len=1, k_len=600, batch=2, seed=113), ("v", (0, 599, 0, 2), "nan")),
-        # One key, whose score is -inf: softmax of nothing but -inf is NaN, though a row that sees no key is zeros.
+        # One key with a score of -inf: the softmax of only -inf is NaN, although a row that sees no key is zeros.
         planted(
             "scores_all_minus_inf", Case(q_len=2, k_len=1, head_dim=1, data="uniform"), ("k", (0, 0, 0, 0), "-inf")
         ),
@@ -249,16 +249,16 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def cases(tag: str = "full") -> list[Case]:
-    """The cases that carry `tag`: "quick", "full" or "large"."""
+    """The cases with the tag `tag`: "quick", "full" or "large"."""
     chosen = [case for case in CASES if tag in case.tags]
     if not chosen:
         raise ValueError(f"tag is {tag!r}; allowed: quick, full, large")
     return chosen
 
 
-# Words of a Case, for tests of kernels that keep a reference maximum: what hides keys of some rows, of 450 keys,
+# Arguments of a Case, for tests of kernels with a reference maximum: masks that hide keys from some rows, of 450 keys,
 MASKS = {"plain": {}, "causal": {"causal": True}, "window": {"window": (230, 100)}, "padding": {"kv_lens": (333,)}}
-# and keys that are not finite, in tiles after the first.
+# and nonfinite keys, in tiles after the first.
 NONFINITE_LATER = {
     "nan": (("k", (0, 300, 0, 3), "nan"),),
     "inf": (("k", (0, 300, 0, 3), "inf"),),  # +inf in some rows, -inf in others
@@ -267,16 +267,16 @@ NONFINITE_LATER = {
     "nothing finite in between": tuple(("k", (0, key, 0, 3), "-inf") for key in range(100, 300)),
 }
 
-# Gradients where rows see few keys: dP - delta cancels, and a delta made of `out` in 16 bits would be most of what is
-# left.
+# Gradients where rows see few keys: dP - delta cancels, and the error of a delta computed from 16-bit `out` would be
+# most of what is left.
 FEW_KEYS = [
     Case("two_keys_float16", 2, 2, 2, 1, 80, dtype="float16", seed=505),
     Case("two_keys_bfloat16", 2, 2, 2, 1, 80, dtype="bfloat16", seed=601),
     Case("one_row", 1, 2, 1, 1, 80, batch=2, dtype="float16", kv_lens=(2, 0), softcap=30.0, data="uniform", seed=1577),
     Case("rope", 3, 2, 4, 1, 80, 3, "float16", kv_lens=(0, 0, 2), rope=Rotary(2, True), data="uniform", seed=8565),
 ]
-# Where lse is given no gradient, these rows have none for q and k: one key has all the weight. Scores are in the
-# thousands, and exp(score - lse) with lse in float32 is 1 to three digits.
+# If lse has no gradient, q and k have none in these rows: one key has all the weight. Scores are in the thousands, and
+# exp(score - lse) with lse in float32 is 1 to three digits.
 ONE_HOT = [
     Case("one_hot", 15, 15, 1, 1, 128, 2, "float16", causal=True, kv_lens=(14, 7), data="large", seed=496956),
     Case("one_hot_sinks", 6, 6, 2, 1, 80, dtype="bfloat16", sinks=("5e3", "-3"), data="large", seed=7),

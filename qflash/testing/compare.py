@@ -27,33 +27,33 @@ FLOAT16_ABSOLUTE = 1e-3
 HALF_FACTOR = 2.0
 LSE = 4e-6
 GRADIENT_L2 = {"float32": 1e-5, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
-# Fewer output values than this say nothing about a relative L2 error: one of them near zero decides it.
+# A relative L2 error of fewer output values is not meaningful: one of them near zero dominates it.
 ENOUGH_VALUES = 256
-# values: how many an output has at least that is judged by the figures before it. E4M3 rounds so coarsely that the
-# error of a few hundred values, 0.039 on average, strays by a tenth of itself.
+# values: the minimum number of output values for which the figures before it apply. E4M3 rounds so coarsely that the
+# error of a few hundred values, 0.039 on average, varies by a tenth of itself.
 INT8 = {"cosine": 0.9995, "l2": 2e-2, "biased_cosine": 0.999, "lse": 8e-3, "values": ENOUGH_VALUES}
 INT8_FP8 = {**INT8, "cosine": 0.999, "l2": 4.5e-2, "values": 4096}
-# 0.011 on average, in V as well as in the scores; a single row with few keys of consequence strays to twice that.
+# 0.011 on average, in V as well as in the scores; a single row with few significant keys may have twice that.
 INT8_PAGES = {**INT8, "l2": 1.5e-2, "values": 4096}
 QUANTIZED = {"int8": INT8, "int8_fp8": INT8_FP8, "int8_pages": INT8_PAGES}
 REPLAY = 2e-3
 
 # Up to this scale * sum |q_d k_d| a row has the plain bounds; beyond it they grow in proportion (its condition).
 PLAIN_STRENGTH = 16.0
-# A gradient, and an output beside a sink, may be this far off whatever its size: float16 rounds so near its least
-# numbers, and what float32 holds as a subnormal number is flushed to zero.
+# A gradient, and an output next to a sink, may have this absolute error at any size: the spacing of float16 numbers
+# near its smallest, and float32 subnormals, which are flushed to zero.
 LEAST = {"float32": 2.0**-126, "float16": 2.0**-25, "bfloat16": 2.0**-126}
-# Where one key has all the weight, dP - delta is 0 in exact arithmetic and what float32 rounded off either otherwise.
+# If one key has all the weight, dP - delta is 0 in exact arithmetic, and the rounding error of float32 otherwise.
 CANCELLED = 2.0**-20
 
 
 class ContractError(AssertionError):
-    """A result breaks the contract; the text has the figures and a one-line repro."""
+    """A result violates the contract; the text has the figures and a one-line repro."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far a result is from the oracle, over the values that are finite in both."""
+    """The error of a result against the oracle, over the values that are finite in both."""
 
     relative_l2: float
     relative_l1: float
@@ -64,7 +64,7 @@ class Errors:
 
 @dataclass
 class Verdict:
-    """Outcome of a check: the figures, and a sentence for each broken rule."""
+    """The outcome of a check: the figures, and a sentence for each violated rule."""
 
     errors: Errors
     failures: list[str] = field(default_factory=list)
@@ -74,13 +74,13 @@ class Verdict:
         return not self.failures
 
     def expect(self, what: str, value: float, bound: float, holds: Callable[[float, float], bool] = np.less_equal):
-        """Note a failure unless value <= bound (a NaN never holds)."""
+        """Record a failure unless value <= bound (never true for NaN)."""
         if not holds(value, bound):
             self.failures.append(f"{what} is {value:.3g}; allowed: {bound:.3g}")
 
 
 def errors(got: np.ndarray, want: np.ndarray) -> Errors:
-    """Error figures of `got` against `want`, where both are finite. An empty or all-zero `want` must be met exactly."""
+    """Error figures of `got` against `want`, where both are finite. An empty or all-zero `want` must match exactly."""
     got, want = np.asarray(got, np.float64).ravel(), np.asarray(want, np.float64).ravel()
     both = np.isfinite(got) & np.isfinite(want)
     got, want = got[both], want[both]
@@ -117,14 +117,14 @@ def judge(
     integers: Integers = PLAIN_INTEGERS,
     hides_masked_nonfinite_v: bool = True,
 ) -> Verdict:
-    """Hold a result of `case` (NumPy arrays) against the contract. integers: of a quantized kernel.
+    """Check a result of `case` (NumPy arrays) against the contract. integers: of a quantized kernel.
 
     hides_masked_nonfinite_v: the kernel's column of dispatch.KERNELS.
     """
     want = expected(case, precision)
     got = np.asarray(out, np.float64)
     if got.shape == want.out.shape and not hides_masked_nonfinite_v:
-        # What is nonfinite there counts as what the oracle has; where the oracle is nonfinite, a number still fails.
+        # Nonfinite values there count as equal to the oracle's; where the oracle is nonfinite, a number still fails.
         got = np.where(_nonfinite_channels(case) & ~np.isfinite(got), want.out, got)
     verdict = Verdict(errors(got, want.out) if got.shape == want.out.shape else errors(np.empty(0), np.empty(0)))
     if got.shape != want.out.shape:
@@ -151,7 +151,7 @@ def check_contract(
     integers: Integers = PLAIN_INTEGERS,
     hides_masked_nonfinite_v: bool = True,
 ) -> Errors:
-    """`judge`, raising ContractError on any broken rule. `how`: further arguments of the repro line's `check`."""
+    """`judge`, raising ContractError for any violated rule. `how`: further arguments of `check` in the repro line."""
     verdict = judge(case, out, lse, precision, integers, hides_masked_nonfinite_v)
     _raise_if_broken(case, verdict.failures, how)
     return verdict.errors
@@ -165,9 +165,9 @@ def check_replay(
     how: str = "",
     weights_dtype: str = "float32",
 ) -> None:
-    """Hold a quantized kernel against its replay, so that a bug cannot hide inside quantization noise.
+    """Check a quantized kernel against its replay, so that quantization noise cannot hide a bug.
 
-    weights_dtype: what weights are rounded to before they meet V; E4M3 in precision "int8_fp8".
+    weights_dtype: what weights are rounded to before they are multiplied by V; E4M3 in precision "int8_fp8".
     """
     precision = "int8_fp8" if weights_dtype == "float8_e4m3fn" else "int8"
     want = replay[0].astype(case.dtype).astype(np.float64)
@@ -179,8 +179,8 @@ def check_replay(
     if want.size >= ENOUGH_VALUES and precision == "int8_fp8":
         error = _without_ties(np.asarray(out, np.float64), want)
         verdict.expect("relative L2 error against the replay, of 99 rows in 100", error, REPLAY)
-    # Next to a tie the two may round a number to different sides, which is 2 u of it. First a weight: where a row sees
-    # few keys of consequence that changes all of out. Then out.
+    # Near a tie the two may round a number in different directions, a difference of 2 u. First a weight: in a row with
+    # few significant keys that changes all of out. Then out.
     units = UNIT_ROUNDOFF[weights_dtype] + UNIT_ROUNDOFF[case.dtype]
     bound = np.full(replay[1].shape, REPLAY + 2 * units)
     _judge_rows(verdict, case, np.asarray(out, np.float64), want, expected(case, precision).weight, bound)
@@ -193,8 +193,8 @@ def check_replay(
 def _without_ties(out: np.ndarray, want: np.ndarray) -> float:
     """The relative L2 error of all rows but the hundredth that differs most.
 
-    A weight that E4M3 rounds to another side changes its row by a hundredth or more, and about one in a thousand
-    weights is that close to a tie. What such a row may differ by, _judge_rows says.
+    A weight that E4M3 rounds in another direction changes its row by a hundredth or more, and about one in a thousand
+    weights is that close to a tie. _judge_rows bounds the difference of such a row.
     """
     error = np.linalg.norm(_difference(out, want), axis=-1).ravel()
     size = np.linalg.norm(np.where(np.isfinite(want), want, 0.0), axis=-1).ravel()
@@ -203,15 +203,15 @@ def _without_ties(out: np.ndarray, want: np.ndarray) -> float:
 
 
 def check_gradients(case: Case, dq: np.ndarray, dk: np.ndarray, dv: np.ndarray, how: str = "") -> dict[str, Errors]:
-    """Hold gradients against the oracle, by relative L2 error. `how`: further arguments of the repro line."""
+    """Check gradients against the oracle, by relative L2 error. `how`: further arguments of the repro line."""
     failures: list[str] = []
     found = {}
     condition = float(_condition(expected(case)).max(initial=1.0))
     wants = expected_gradients(case)
-    # Gradients grow with weights and a softcap's slopes, both exponentials of scores. Where rounding moves these by
-    # more than 1, the size of a small gradient is not known.
+    # Gradients grow with weights and a softcap's slopes, both exponentials of scores. If rounding changes these by more
+    # than 1, the size of a small gradient is not known.
     sizes_known = float(_rounded_rotation(case, expected(case).strength).max(initial=0.0)) <= 1
-    # Gradients add over rows and cancel: each is measured against the largest of the three.
+    # Gradients are summed over rows and cancel: each is measured against the largest of the three.
     scale = max(_finite_size(x) for x in wants)
     for name, got, want in zip(("dq", "dk", "dv"), (dq, dk, dv), wants, strict=True):
         if got.shape != want.shape or str(got.dtype) != case.dtype:
@@ -239,7 +239,7 @@ def check_same_bits(
     names: tuple[str, ...] = ("out", "lse"),
     function: str = "check",
 ) -> None:
-    """Same input, same bits, every run."""
+    """Check that two runs on the same input have the same bits."""
     for name, a, b in zip(names, first, second, strict=True):
         if a.tobytes() != b.tobytes():
             failure = f"{name} differs between two runs on the same input; allowed: the same bits"
@@ -247,7 +247,7 @@ def check_same_bits(
 
 
 def repro(case: Case, how: str = "", function: str = "check") -> str:
-    """One line that runs the case again."""
+    """A line of code that runs the case again."""
     return f"from qflash.testing import *; {function}({case!r}{how})"
 
 
@@ -257,7 +257,7 @@ def _raise_if_broken(case: Case, failures: list[str], how: str = "", function: s
 
 
 def _difference(got: np.ndarray, want: np.ndarray) -> np.ndarray:
-    """got - want, 0 where either is not finite: those places are judged by kind, not by distance."""
+    """got - want, or 0 where either is nonfinite: those values are compared by kind, not by distance."""
     finite = np.isfinite(got) & np.isfinite(want)
     return np.where(finite, got, 0.0) - np.where(finite, want, 0.0)
 
@@ -267,18 +267,18 @@ def _condition(want: Expected) -> np.ndarray:
 
 
 def _rounded_rotation(case: Case, strength: np.ndarray) -> np.ndarray:
-    """How far scores of this strength may be off because rotated rows are rounded to 16 bits."""
+    """The possible error of scores of this strength because rotated rows are rounded to 16 bits."""
     rounds = case.dtype != "float32" and case.rope is not None
     return 2 * HALF_FACTOR * UNIT_ROUNDOFF[case.dtype] * strength if rounds else np.zeros_like(strength)
 
 
 def _least(case: Case) -> float:
-    """What every output may be off by: beside a sink there may be nothing in it that its type can hold."""
+    """The allowed absolute error of every output: next to a sink its true value may be too small for its dtype."""
     return LEAST[case.dtype] if case.sinks else 0.0
 
 
 def _nonfinite_channels(case: Case) -> np.ndarray:
-    """[B, 1, Hq, D]: where v holds NaN or infinity in some key of the sequence. Padding is not among its keys."""
+    """[B, 1, Hq, D]: where v has NaN or infinity in some key of the sequence. Padding is not among its keys."""
     nonfinite = ~np.isfinite(case.make_inputs().v.astype(np.float64))
     if case.kv_lens is not None:
         nonfinite &= np.arange(case.k_len)[:, None, None] < np.array(case.kv_lens)[:, None, None, None]
@@ -318,7 +318,7 @@ def _judge_native(verdict: Verdict, case: Case, got: np.ndarray, want: Expected)
 
 
 def _judge_rows(verdict: Verdict, case: Case, got: np.ndarray, want: np.ndarray, weight: np.ndarray, bound: np.ndarray):
-    """Each row by itself, relative to its weight: one bad row cannot hide among thousands of good ones."""
+    """Check each row separately, relative to its weight: one bad row cannot hide among thousands of good ones."""
     difference = _difference(got, want)
     norm = np.sqrt((difference * difference).sum(-1))
     norm = norm.T if case.packed else norm.swapaxes(-1, -2)
@@ -342,10 +342,10 @@ def _judge_quantized(verdict: Verdict, case: Case, figures: dict[str, float], in
         verdict.expect("cosine", verdict.errors.cosine, figures["cosine"], np.greater_equal)
         verdict.expect("relative L2 error", verdict.errors.relative_l2, figures["l2"])
     elif case.data == "biased_k":
-        # Scores off by independent errors of deviation s move weights by a factor 1 + s, and with many values v about
-        # zero an output by s of its length, nearly all of it sideways: 1 - cosine is s^2 / 2. Allowed is twice the
-        # error, hence 2 s^2. Smoothing keeps s near 0.01, where that does not matter; but rope rotates the bias by the
-        # position of each key, and what keys no longer share smoothing cannot take off.
+        # Score errors that are independent with deviation s change weights by a factor 1 + s, and with many values v
+        # around zero an output by s of its length, almost entirely orthogonal to it: 1 - cosine is s^2 / 2. Twice the
+        # error is allowed, hence 2 s^2. Smoothing keeps s near 0.01, where that does not matter. But rope rotates the
+        # bias by the position of each key, and smoothing cannot remove what keys no longer have in common.
         noise = float(score_noise(case, integers).max(initial=0.0))
         least = min(figures["biased_cosine"], 1 - 2 * noise * noise)
         verdict.expect("cosine", verdict.errors.cosine, least, np.greater_equal)
@@ -360,12 +360,12 @@ def _judge_lse(
     got = np.asarray(lse, np.float64)
     _judge_positions(verdict, "lse", got, want.lse)
     magnitude = np.abs(np.where(np.isfinite(want.lse), want.lse, 0.0))
-    # The means that smoothing took off the keys come back in float32: its share is that of the unquantized scores.
+    # The means that smoothing subtracted from the keys are added back in float32, with the error of unquantized scores.
     plain = want if precision == "native" else expected(case)
     allowed = LSE * (_condition(plain) + magnitude)
     if precision != "native":
-        # Half a step of q for every k and vice versa, 1 / 254 of the strength, moves a score at most; allowed is twice
-        # that. The steps of a key are those of the group it shares a scale with, also where a row sees it alone.
+        # A score changes by at most half a step of q for every k and vice versa, 1 / 254 of the strength; twice that is
+        # allowed. The steps of a key are those of its scale group, even if a row sees only that key.
         allowed = allowed + QUANTIZED[precision]["lse"] * quantized_strength(case, integers)
     else:
         allowed = allowed + _rounded_rotation(case, want.strength)

@@ -1,4 +1,4 @@
-"""One test for every front end: threads that call at once get what one thread gets."""
+"""One test for every front end: concurrent calls from several threads give the results of a single thread."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import qflash
 
 
 def check_threads_share_plans(arrays: Callable[..., Any], equal: Callable[[Any, Any], bool]) -> None:
-    """Eight threads, each through all problems over and over. `arrays(q_len=, k_len=, seed=)` makes q, k and v."""
+    """Eight threads, each of which runs all problems repeatedly. `arrays(q_len=, k_len=, seed=)` makes q, k and v."""
     jobs = [(arrays(q_len=n, k_len=n + 3, seed=n), {"causal": bool(n % 2)}) for n in range(1, 9)]
     want = [qflash.attention(*args, **options) for args, options in jobs]
     wrong, done = [], []
@@ -29,4 +29,4 @@ def check_threads_share_plans(arrays: Callable[..., Any], equal: Callable[[Any, 
     for thread in threads:
         thread.join()
     assert not wrong
-    assert len(done) == len(threads)  # an exception in a thread ends that thread and nothing else
+    assert len(done) == len(threads)  # an exception in a thread ends only that thread

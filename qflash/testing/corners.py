@@ -1,4 +1,4 @@
-"""scale and softcap at the ends of what attention takes, on the CPU: for this process, and for one set up otherwise."""
+"""scale and softcap at the limits of attention, on the CPU: for this process, and for one with other settings."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import numpy as np
 import qflash
 from qflash import _native, reference
 
-# (scale, softcap) at ends of what `check_options` allows, so that no product of the two overflows, nor one that matters
-# vanishes;
+# (scale, softcap) at limits that `check_options` allows, so that no product overflows, and none that matters
+# underflows;
 ENDS = [(None, 2.0**100), (2.0**-26, 2.0**100), (1.0, 2.0**-100), (2.0**100, 1.0), (2.0**100, 2.0**100)]
 # at all corners, and large softcaps among usual ones.
 CORNERS = [
@@ -31,23 +31,23 @@ def arrays(length: int = 40) -> tuple[np.ndarray, ...]:
 
 
 def weights_dtype(precision: str | None, dtype: str) -> str:
-    """What the weights are rounded to before they meet v: with AMX, cpu_int8 multiplies in bfloat16."""
+    """What the weights are rounded to before they are multiplied by v: with AMX, cpu_int8 multiplies in bfloat16."""
     return "bfloat16" if precision == "int8" and _native.cpu_isa() == "amx" else dtype
 
 
 def check_corners(precision: str | None) -> None:
-    """Every corner gives what the definition gives, and a query of zeros the mean of v."""
+    """Check that every corner gives the result of the definition, and that a query of zeros gives the mean of v."""
     q, k, v = arrays()
     for scale, softcap in CORNERS:
         where = f"scale {scale}, softcap {softcap}"
         out, lse = qflash.attention(q, k, v, scale=scale, softcap=softcap, precision=precision, return_lse=True)
         assert np.isfinite(out).all() and np.isfinite(lse).all(), where
-        # Equal weights are exactly 1 until the sum is known, so that only v is rounded: by 2^-9 of itself at most.
+        # Equal weights are exactly 1 until the sum is known, so only v is rounded: by at most 2^-9 of itself.
         atol = 1e-6 if weights_dtype(precision, "float32") == "float32" else 2**-9 * float(np.abs(v).mean())
         np.testing.assert_allclose(out[0, 3], v[0].mean(0), atol=atol, err_msg=where)
         np.testing.assert_allclose(lse[0, :, 3], np.log(40), rtol=1e-6, err_msg=where)
         if scale is not None and abs(scale) > 1e9:
-            continue  # one step of float32 in a score is more than a softmax can tell apart
+            continue  # one step of float32 in a score is more than a softmax can resolve
         want, want_lse = reference.attention(q, k, v, scale=scale, softcap=softcap)
         error = np.linalg.norm(out - want) / np.linalg.norm(want)
         assert error <= (2e-6 if precision is None else 2e-2), f"{where}: error {error:.3g}"

@@ -1,5 +1,5 @@
-"""Cases of `gemm_case` on the current GPU, through the C entry of a kernel of linear layers: arrays keep their gaps and
-odd addresses, and results are poisoned there, too."""
+"""Cases of `gemm_case` on the current GPU, through the C entry of a linear-layer kernel: arrays keep their gaps and
+misalignment, and results are poisoned there, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qflash.testing.runner import arch_of
 
 
 class Placed:
-    """An array's memory on the GPU, at the same place within 256 bytes."""
+    """An array's memory on the GPU, with the same address modulo 256 bytes."""
 
     def __init__(self, x: np.ndarray):
         import torch
@@ -29,12 +29,12 @@ class Placed:
         self.address = self.tensor.data_ptr() + x.ctypes.data - self.memory.ctypes.data
 
     def fetch(self) -> None:
-        """The GPU's bytes become the array's."""
+        """Copy the GPU's bytes to the array."""
         self.memory[...] = self.tensor.cpu().numpy()
 
 
 def _memory_of(x: np.ndarray) -> np.ndarray:
-    """All bytes of the memory that x lies in."""
+    """All bytes of the allocation that contains x."""
     memory = x
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
@@ -42,7 +42,7 @@ def _memory_of(x: np.ndarray) -> np.ndarray:
 
 
 class CudaGemm:
-    """A case on the GPU, to be run as often as one likes."""
+    """A case on the GPU that can be run any number of times."""
 
     def __init__(self, case: GemmCase, kernel: str = "sm90_gemm"):
         import torch
@@ -74,7 +74,7 @@ class CudaGemm:
 
 
 def check(case: GemmCase, kernel: str = "sm90_gemm") -> dict[str, Any]:
-    """Run a case, and hold its results against float64."""
+    """Run a case, and check its results against float64."""
     arrays = CudaGemm(case, kernel).run()
     case.check(arrays)
     return arrays

@@ -1,5 +1,5 @@
-"""Kernels of linear layers on the current GPU, by their C structs: layouts that no front end asks for, and outputs of
-which every byte is watched."""
+"""Linear-layer kernels on the current GPU, by their C structs: layouts that no front end uses, and outputs of which
+every byte is checked."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from qflash.testing.runner import arch_of, to_numpy, to_torch
 
 
 def run_linear(kernel: str, problem: LinearProblem, arrays: Arrays, *, pad: int = 0, keep_pre: bool = False) -> Arrays:
-    """Results of a call."""
+    """The results of a call."""
     return _launch(kernel, problem, forward(problem, arrays, pad, keep_pre))
 
 
 def run_gradients(kernel: str, problem: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arrays) -> Arrays:
-    """Gradients of all that a call took."""
+    """The gradients of all inputs of a call."""
     return _launch(kernel, problem, backward(problem, arrays, dout, saved))
 
 
@@ -31,7 +31,7 @@ def _launch(kernel: str, problem: LinearProblem, call: LinearCall) -> Arrays:
 
     entry = cuda.entry(BY_NAME[kernel], spec_of(kernel, problem, arch_of("cuda")))
     results = {name: to_torch(memory, "cuda") for name, memory in call.memory.items()}
-    # Memory of a GPU is aligned where it begins; operands at the end of readable memory seldom are.
+    # GPU memory is aligned at its beginning; operands at the end of readable memory usually are not.
     read = {name: _placed(x, int(problem.at_end)) for name, x in call.arrays.items() if name not in results}
     fields = call.numbers | {name: x.data_ptr() for name, x in (read | results).items()}
     prepared = _native.Call(
@@ -44,7 +44,7 @@ def _launch(kernel: str, problem: LinearProblem, call: LinearCall) -> Arrays:
 
 
 def _placed(x: np.ndarray, shift: int) -> Any:
-    """x on the GPU with its strides, `shift` elements past the beginning of its memory, which the host filled."""
+    """x on the GPU with its strides, `shift` elements past the start of its memory, which the host has filled."""
     if x.size == 0:
         return to_torch(x, "cuda")
     strides = [stride // x.itemsize for stride in x.strides]

@@ -1,4 +1,4 @@
-"""NVIDIA's programs that tests of compiled kernels need, and why one of them is not there."""
+"""NVIDIA's programs that tests of compiled kernels need, and why one of them is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qflash.jit import toolchain
 
 @lru_cache(maxsize=1)
 def why_no_nvcc() -> str | None:
-    """None where kernels can be compiled, else the reason in one line."""
+    """None if kernels can be compiled, else the reason in one line."""
     try:
         toolchain.find()
     except ToolchainError as error:
@@ -23,6 +23,6 @@ def why_no_nvcc() -> str | None:
 
 @lru_cache(maxsize=1)
 def cuobjdump() -> str | None:
-    """The disassembler, of PyPI or on the PATH."""
+    """The disassembler, from PyPI or on the PATH."""
     wheel = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin" / "cuobjdump"
     return str(wheel) if wheel.is_file() else shutil.which("cuobjdump")

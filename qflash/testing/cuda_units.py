@@ -1,4 +1,4 @@
-"""What compile tests compile of a CUDA kernel where one of its libraries is enough: a unit for Hopper."""
+"""The units that compile tests compile of a CUDA kernel if one of its libraries is enough: a unit for Hopper."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from qflash.backends import cuda
 from qflash.jit.compiler import Unit
 
 CUDA_ROWS = [row for row in dispatch.VARIANTS.values() if row.kernel.backend == "cuda"]
-HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels of Hopper's own instructions
+HOPPERS_OWN = [row for row in CUDA_ROWS if not row.kernel.later_arches]  # kernels that use Hopper's own instructions
 ATTENTION = [row.name for row in dispatch.variants_of("attention", "cuda") if row in CUDA_ROWS]
-# Portable decoding takes nvcc long, and Hopper has its own: only that on arrays is compiled for it by default.
+# Portable decoding compiles slowly, and Hopper has its own: by default only the variant on arrays is compiled for it.
 SELDOM = ("decode_kv", "decode_pages", "decode_pages_int8")
 BACKWARD = [row.name for row in dispatch.variants_of("attention_backward", "cuda")]
 GEMM = [row.name for row in CUDA_ROWS if row.kernel.op == "linear" and row not in HOPPERS_OWN]
 ROWS = [f"{name}{gradient}" for gradient in ("", "_bwd") for name in ("softmax", "layer_norm", "cross_entropy")]
 
-# dtype and bucket of units for Hopper, where not the kernel's first dtype and 128: large ones, as registers are scarce.
+# dtype and bucket of units for Hopper other than the kernel's first dtype and 128: large ones, as registers are scarce.
 HOPPER = {
     "fa_int8": ("float16", 192),
     "fa_int8_quantized": ("float16", 256),
@@ -41,7 +41,7 @@ def hopper_unit(kernel: str) -> Unit:
 
 
 def other_scores(kernel: str) -> Unit:
-    """As hopper_unit, for scores with a softcap."""
+    """Like hopper_unit, for scores with a softcap."""
     variant = dispatch.VARIANTS[kernel]
     return cuda.unit(variant.kernel, replace(variant.spec(90, *on_hopper(kernel)), plain_scores=False))
 

@@ -1,4 +1,4 @@
-"""Attention on the emulator: a problem or a Case on a kernel's own source."""
+"""Attention in the emulator: a problem or a Case on a kernel's own source."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from qflash.testing.emulator import ARCH, MULTIPROCESSORS, Library
 from qflash.testing.oracle import integers_of, replayed, weights_dtype
 from qflash.testing.runner import planned, problem_of, refusals, suited
 
-UNTOUCHED = 12345.0  # what results are full of before a call: no kernel writes it
-# The emulator takes seconds for a thousand keys; so many are several tiles of any kernel, too.
+UNTOUCHED = 12345.0  # fills results before a call: no kernel writes it
+# The emulator takes seconds for a thousand keys; this many are several tiles of any kernel, too.
 FEW_KEYS = 300
 
 
 def with_few_keys(case: Case) -> Case:
-    """The case with as many keys as the emulator takes in its stride."""
+    """The case with few enough keys for the emulator."""
     return replace(case, k_len=min(case.k_len, FEW_KEYS))
 
 
@@ -45,7 +45,7 @@ def call(
     wants_lse: bool = True,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a checked problem. out: where it is to be, contiguous."""
+    """(out, lse) of a checked problem. out: a contiguous array to write to."""
     out = np.empty(q.shape, q.dtype) if out is None else out
     out[:] = UNTOUCHED
     lse = np.full(attention.lse_shape(problem), UNTOUCHED, np.float32)
@@ -92,9 +92,8 @@ def run_case(
 def check_kernel(
     library: Callable[[str, str, int, int], Library], case: Case, kernel: str, arch: int = ARCH, seed: int = 1
 ) -> Errors | None:
-    """The contract holds, the replay of a quantized kernel gives the same, and the order that warps and lanes run in
-    does not matter; or dispatch refuses the case, which is None. The case is changed to what the kernel serves. Returns
-    the error figures."""
+    """Check the contract, the replay of a quantized kernel, and that the order of warps and lanes does not matter.
+    Returns the error figures, or None if dispatch rejects the case. The case is changed to what the kernel supports."""
     case = suited(case, kernel, arch)
     if refusals(case, kernel, arch):
         assert case.packed or case.rope or case.sinks, "what else a rung refuses, `suited` takes out of a case"

@@ -1,4 +1,4 @@
-"""Gradients of attention on the emulator: a Case on a backward kernel's own source."""
+"""Gradients of attention in the emulator: a Case on a backward kernel's own source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Gradients = tuple[np.ndarray, ...]
 
 
 def with_ds_bytes(plan: Plan, nbytes: int) -> Plan:
-    """The plan with so much memory for dS, whether or not that would keep a GPU busy."""
+    """The plan with this much memory for dS, whether or not that would keep a GPU busy."""
     fields = tuple((name, nbytes if name == "ds_bytes" else value) for name, value in plan.fields)
     return replace(plan, fields=fields)
 
@@ -35,8 +35,8 @@ def run_gradients(
     changes: dict[str, np.ndarray | None] | None = None,
     memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> Gradients:
-    """(dq, dk, dv) of a case on the tiles that `kernel` has for `arch`. changes: arrays in the place of the case's own;
-    memory: bytes that dS may take.
+    """(dq, dk, dv) of a case on the tiles that `kernel` has for `arch`. changes: arrays that replace the case's own;
+    memory: bytes available for dS.
 
     library: emulator.kernel_library or its like.
     """
@@ -60,8 +60,7 @@ def check_gradients_of(
     seed: int = 1,
     memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> None:
-    """The contract holds, and the order that warps and lanes run in does not matter. The case is changed to what the
-    kernel serves."""
+    """Check the contract, and that the order of warps and lanes does not matter. The case is adapted to the kernel."""
     case = suited(case, kernel, arch)
     first = run_gradients(library, case, kernel, arch, seed, memory=memory)
     how = f", {kernel!r}, 'emulated', {seed}"

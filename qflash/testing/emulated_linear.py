@@ -1,4 +1,4 @@
-"""Kernels of linear layers on the emulator."""
+"""Linear-layer kernels in the emulator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qflash.testing.linear_problems import (
     upstream,
 )
 
-MANY = emulator.MOST_MULTIPROCESSORS  # problems of few tiles are small to such a GPU
+MANY = emulator.MOST_MULTIPROCESSORS  # problems of few tiles are small for such a GPU
 
 
 def _library(cache: Cache, kernel: str, problem: LinearProblem, arch: int) -> emulator.Library:
@@ -63,13 +63,13 @@ def run_gradients(
     multiprocessors: int = MANY,
     wanted: tuple[str, ...] | None = None,
 ) -> Arrays:
-    """Gradients of a call: of all its arrays, or those that are wanted."""
+    """Gradients of a call: of all its arrays, or of those in `wanted`."""
     call = backward(problem, arrays, dout, saved, wanted)
     return _launch(_library(cache, kernel, problem, arch), call, seed, multiprocessors)
 
 
 def check_tile(cache: Cache, kernel: str) -> None:
-    """A small problem that the kernel serves: more rows, columns and k than a tile has, and all that may follow."""
+    """Check a small problem that the kernel supports: more rows, columns and k than a tile has, and a full epilogue."""
     row = BY_NAME[kernel]
     dtype = next(dtype for dtype in reversed(row.dtypes) if dtype in KINDS)
     if row.op == "linear_backward":

@@ -1,4 +1,4 @@
-"""Any operation on NumPy arrays as if they were on a GPU: planned for one, and run by the emulator."""
+"""Any operation on NumPy arrays as if they were on a GPU: planned for a GPU, and run by the emulator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qflash.testing import emulator
 
 
 class EmulatedGpu:
-    """`run` has the place of the NumPy front end's: set it there, and public calls go through it."""
+    """`run` replaces the NumPy front end's: set it there, and public calls go through it."""
 
     def __init__(self, cache: Cache | None = None, arch: int = emulator.ARCH):
         self.cache, self.arch = cache, arch
@@ -26,7 +26,7 @@ class EmulatedGpu:
         self.launched: list[str] = []  # kernels, in order
 
     def run(self, op: Op, arrays: Sequence[Any], words: Sequence[Any]) -> list[np.ndarray]:
-        """Plan, allocate, call; results are full of bytes that nobody writes before."""
+        """Plan, allocate and call; results are filled beforehand with bytes that no kernel writes."""
         arrays = [
             x if x is None or name in op.writes else np.asarray(x, order="C")
             for name, x in zip(op.arrays, arrays, strict=True)

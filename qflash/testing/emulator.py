@@ -1,7 +1,7 @@
-"""CUDA kernels on the CPU: their launch.cu compiled by g++ with csrc/emulate in the place of CUDA, loaded and called.
+"""CUDA kernels on the CPU: their launch.cu is compiled by g++ with csrc/emulate in place of CUDA, loaded and called.
 
-A library is called as one for a GPU is: through `_native.Call`, with a workspace of the caller. What it adds are two
-functions, one to draw the schedule and one to ask what went wrong (csrc/emulate/control.h).
+A library is called like one for a GPU: through `_native.Call`, with a workspace of the caller. It has two more
+functions, one that randomizes the schedule and one that returns what went wrong (csrc/emulate/control.h).
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from qflash.jit.cache import Cache
 from qflash.jit.compiler import LIBRARY, Unit, say, sources_digest
 from qflash.jit.load import address
 
-ARCH = 90  # Hopper, unless a test asks for tiles of another
-MULTIPROCESSORS = 3  # few, so that persistent blocks have several work tiles each, and their rings go round
+ARCH = 90  # Hopper, unless a test requests tiles of another
+MULTIPROCESSORS = 3  # few, so that persistent blocks have several work tiles each, and their rings wrap around
 MOST_MULTIPROCESSORS = 64  # csrc/emulate/control.h
 
 CSRC = Path(cuda.__file__).resolve().parent.parent / "csrc"
 _EMULATE = CSRC / "emulate"
 INCLUDE_DIRS = (_EMULATE / "runtime", CSRC, CSRC / "include")  # CUDA's headers are found in the first
-# -Og: kernels are compiled in two thirds of the time of -O1, and a library is seldom run for longer than it was
-# compiled. The emulator itself, where most of a run is spent, is compiled once, and well. Nothing throws, so nothing
-# unwinds. Hidden: libraries share nothing but the process.
+# -Og: kernels compile in two thirds of the time of -O1, and a library rarely runs longer than it was compiled. The
+# emulator itself, where most of a run is spent, is compiled once, with full optimization. Nothing throws, so nothing
+# unwinds. Hidden: libraries share only the process.
 FLAGS = (
     "-std=c++17", "-Og", "-fno-exceptions", "-fno-asynchronous-unwind-tables", "-fPIC", "-fvisibility=hidden", "-w",
 )  # fmt: skip
-_one_at_a_time = threading.Lock()  # a library's schedule and fibers are its own, but one
+_one_at_a_time = threading.Lock()  # schedule and fibers are per library, but there is one of each
 
 
 @lru_cache(maxsize=1)
@@ -60,7 +60,7 @@ def compiler() -> tuple[str, str]:
 
 
 def why_not() -> str:
-    """Why nothing can be emulated here; empty where it can."""
+    """Why nothing can be emulated here, or ""."""
     try:
         compiler()
     except ToolchainError as error:
@@ -69,26 +69,26 @@ def why_not() -> str:
 
 
 class Library:
-    """A kernel's library on the emulator."""
+    """A kernel's library in the emulator."""
 
     def __init__(self, path: Path, name: str):
         self.path = path
         self.name = name
         self.handle = _open(path)
-        self.failed = False  # a launch, which may have left counters and the like anywhere
+        self.failed = False  # whether a launch failed, which may have left counters in any state
 
     @property
     def entry(self) -> Entry:
-        """Addresses of the kernel's C functions: of a fresh copy of the library after a launch that failed."""
+        """Addresses of the kernel's C functions, in a fresh copy of the library after a failed launch."""
         if self.failed:
-            with TemporaryDirectory() as folder:  # another file: one that is open would not be opened again
+            with TemporaryDirectory() as folder:  # another file: an open one would not be loaded again
                 self.handle = _open(Path(shutil.copy(self.path, folder)))
             self.failed = False
         symbols = (f"qf_{self.name}", "qf_status_text", f"qf_{self.name}_workspace")
         return Entry(*(address(self.handle, symbol) for symbol in symbols))
 
     def prepare(self, plan: Plan, kernel: Variant) -> Prepared:
-        """What `qflash.call.prepare.prepare` gives for a GPU."""
+        """What `qflash.call.prepare.prepare` returns for a GPU."""
         return bind(plan, kernel.kernel, self.entry)
 
     def launch(
@@ -106,19 +106,19 @@ class Library:
     def launch_struct(
         self, kind: str, fields: Mapping[str, Any], seed: int = 0, multiprocessors: int = MULTIPROCESSORS
     ) -> None:
-        """Call the kernel with a C struct of which all fields are given, arrays for pointers. None is 0."""
+        """Call the kernel with a C struct whose fields are all given, arrays for pointers. None is 0."""
         entry = self.entry
         call = _native.Call(kind, packed(kind, fields), [], entry.address, entry.status_text, entry.workspace)
         self._run(call, [], call.workspace_bytes, seed, multiprocessors, None)
 
     def schedule(self, seed: int = 0, multiprocessors: int = MULTIPROCESSORS) -> None:
-        """Launches from here on run in an order drawn from `seed`, on so many multiprocessors."""
+        """Run subsequent launches in an order determined by `seed`, on this many SMs."""
         if self.handle.qf_emulate_schedule(seed, multiprocessors):
             raise ValueError(f"multiprocessors is {multiprocessors}; allowed: 1 to {MOST_MULTIPROCESSORS}")
 
     @property
     def complaint(self) -> str:
-        """What the emulator says was wrong in the last launch: block, threads, barrier. Empty where nothing was."""
+        """The emulator's report of what was wrong in the last launch: block, threads, barrier. "" if nothing was."""
         return self.handle.qf_emulate_complaint().decode()
 
     def _run(self, call, addresses, workspace_bytes, seed, multiprocessors, workspace) -> None:
@@ -144,7 +144,7 @@ def _open(path: Path) -> ctypes.CDLL:
 
 
 def poisoned(size: int) -> np.ndarray:
-    """`size` bytes, aligned as a GPU's allocators align, that read as NaN in every format of floats."""
+    """`size` bytes, aligned as by GPU allocators, that read as NaN in every floating-point format."""
     memory = np.full(size + 256, 0xFF, np.uint8)
     first = -memory.ctypes.data % 256
     return memory[first : first + size]
@@ -161,22 +161,22 @@ def packed(kind: str, fields: Mapping[str, Any]) -> bytes:
 
 
 def kernel_library(kernel: str, dtype: str, head_dim: int = 0, arch: int = ARCH, cache: Cache | None = None) -> Library:
-    """The library that serves a variant of a kernel, compiled if need be."""
+    """The library that serves a variant of a kernel, compiled if needed."""
     return load(with_all_scores(cuda.unit_of(VARIANTS[kernel], dtype, head_dim, arch)), cache)
 
 
 def with_all_scores(unit: Unit) -> Unit:
-    """The unit as one library for all kinds of scores, of which a GPU has one each."""
+    """The unit as one library for all kinds of scores, where a GPU has a library for each."""
     return replace(unit, defines=tuple(define for define in unit.defines if define[0] != "QF_PLAIN_SCORES"))
 
 
 def arch() -> int:
-    """What kernels are chosen and compiled for: QFLASH_CUDA_ARCH, or Hopper."""
+    """The architecture that kernels are selected and compiled for: QFLASH_CUDA_ARCH, or Hopper."""
     return asked() or ARCH
 
 
 def launch(plan: Plan, arrays: Sequence[np.ndarray | None], seed: int = 0, of_arch: int | None = None) -> None:
-    """Carry a plan out on the emulator: choose the kernel as for a GPU, compile it if need be, call it.
+    """Execute a plan in the emulator: select the kernel as for a GPU, compile it if needed, call it.
 
     arrays: operands and results in the order of the plan, as the kernel takes them. of_arch: of the GPU; None: arch().
     """
@@ -194,7 +194,7 @@ _loaded: dict[str, Library] = {}
 
 
 def load(unit: Unit, cache: Cache | None = None) -> Library:
-    """The unit's library on the emulator, compiled if need be."""
+    """The unit's library in the emulator, compiled if needed."""
     key = _key_of(unit)
     if key not in _loaded:
         _loaded.setdefault(key, Library(compiled(unit, cache) / LIBRARY, unit.name))
@@ -202,7 +202,7 @@ def load(unit: Unit, cache: Cache | None = None) -> Library:
 
 
 def compiled(unit: Unit, cache: Cache | None = None) -> Path:
-    """The folder that has the unit's library."""
+    """The folder that contains the unit's library."""
     cache = cache or Cache()
     return cache.get(_key_of(unit), lambda directory: _compile(unit, directory, cache))
 
@@ -213,7 +213,7 @@ def _key_of(unit: Unit) -> str:
 
 @lru_cache(maxsize=1)
 def _emulator_digest() -> bytes:
-    """Of every file of the emulator, and of what compiles it."""
+    """A digest of every file of the emulator, and of its compiler."""
     digest = hashlib.sha256(repr((FLAGS, compiler()[1])).encode())
     for path in sorted((*_EMULATE.rglob("*.h"), *_EMULATE.rglob("*.cc"))):
         digest.update(path.relative_to(_EMULATE).as_posix().encode() + path.read_bytes())
@@ -229,7 +229,7 @@ def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
     header = prelude(cache)
     say(f"qflash: compiling {unit.label} for the emulator with g++ {version}, usually 2 to 10 s")
     start = time.monotonic()
-    folders = (INCLUDE_DIRS[0], *unit.include_dirs, *INCLUDE_DIRS)  # the unit's own csrc, where it is another
+    folders = (INCLUDE_DIRS[0], *unit.include_dirs, *INCLUDE_DIRS)  # the unit's own csrc, if it has one
     words = [f"-I{folder}" for folder in dict.fromkeys(folders)]
     words += [f"-D{name}={value}" for name, value in unit.defines]
     _run_compiler([gxx, *FLAGS, "-shared", *words, "-include", str(header), "-x", "c++", str(unit.source),
@@ -239,15 +239,15 @@ def _compile(unit: Unit, directory: Path, cache: Cache) -> dict[str, Any]:
 
 
 def prelude(cache: Cache) -> Path:
-    """What is read before any source, precompiled, beside the emulator itself. It wants INCLUDE_DIRS and FLAGS."""
+    """The precompiled prelude, read before any source, next to the emulator itself. It needs INCLUDE_DIRS and FLAGS."""
     return cache.get(_key("prelude"), _precompile) / "prelude.h"
 
 
-_MACHINE = "emulator.o"  # every source of the emulator, which all libraries are linked with
+_MACHINE = "emulator.o"  # all sources of the emulator, linked into every library
 
 
 def _precompile(directory: Path) -> None:
-    """The prelude as g++ reads it fastest: most of a kernel's compilation would be the standard library's headers."""
+    """Precompile the prelude for g++: otherwise the standard library's headers would dominate compile times."""
     header, source = directory / "prelude.h", directory / "emulator.cc"
     header.write_text('#include "emulate/simt.h"\n')
     parts = (path.relative_to(CSRC).as_posix() for path in sorted(_EMULATE.rglob("*.cc")))

@@ -1,7 +1,7 @@
-"""Faults provoked in kernels on the emulator: one synchronisation left out or changed, to see that it is reported.
+"""Faults provoked in emulated kernels: one synchronization removed or changed, to check that it is reported.
 
-A patched copy of csrc holds all faults of a kernel, each behind the number of the one that is to be provoked, so one
-library serves them all. A fault may make a kernel do anything, so it runs in a process of its own.
+A patched copy of csrc contains all faults of a kernel, each selected by its number, so one library serves them all. A
+fault may make a kernel do anything, so it runs in a separate process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from qflash.testing.emulator import Library
 from qflash.testing.gemm_case import GemmCase
 from qflash.testing.oracle import integers_of
 
-NONE = 0  # the number of no fault
-SECONDS = 60  # that a fault may take
+NONE = 0  # the number for no fault
+SECONDS = 60  # time limit of a fault
 _PATCHED = ("attn", "common", "gemm", "hopper", "include", "kernels", "ptx", "quant", "reduce", "smem")
 _SWITCH = """#pragma once
 extern "C" __attribute__((visibility("default"))) inline int qf_provoked = 0;  // which fault; 0: none
@@ -40,10 +40,10 @@ extern "C" __attribute__((visibility("default"))) inline int qf_provoked = 0;  /
 
 @dataclass(frozen=True)
 class Fault:
-    """In `file` of csrc, `text` becomes `instead`: nothing, unless told.
+    """In `file` of csrc, `text` is replaced by `instead`, by default nothing.
 
-    text: a statement, or an expression of no value. within: what it stands in, where the text alone is found elsewhere,
-    too. That is in the file exactly once, so a fault whose code has moved is an error.
+    text: a statement, or an expression without a value. within: its context, if the text alone occurs elsewhere, too.
+    The context must be in the file exactly once, so a fault whose code has moved is an error.
     """
 
     file: str
@@ -60,9 +60,9 @@ class Fault:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a fault showed under the first seed that it showed under: as `kind`, and in words."""
+    """How a fault was detected under the first seed that revealed it: its `kind`, and a description."""
 
-    kind: str  # "complaint" of the emulator, "contract", "bits" that differ from seed to seed, "crash"; "": it did not
+    kind: str  # "complaint" of the emulator, "contract", "bits" that differ between seeds, "crash"; "": not detected
     text: str = ""
     seed: int = -1
 
@@ -73,7 +73,7 @@ def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
     for room in _PATCHED:
         shutil.copytree(csrc / room, copy / room, dirs_exist_ok=True)
     (copy / "provoked.h").write_text(_SWITCH)
-    edits: dict[str, dict[int, tuple[str, str]]] = {}  # of a file: where, what stands there, what is to
+    edits: dict[str, dict[int, tuple[str, str]]] = {}  # by file: position, old text, new text
     for number, fault in enumerate(faults, start=1):
         within = fault.within or fault.text
         source = (csrc / fault.file).read_text()
@@ -87,7 +87,7 @@ def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
         of_file[at] = (fault.text, fault.guarded(number, of_file.get(at, (fault.text, fault.text))[1]))
     for file, of_file in edits.items():
         source = (csrc / file).read_text()
-        for at, (text, guarded) in sorted(of_file.items(), reverse=True):  # from the end: places before stay
+        for at, (text, guarded) in sorted(of_file.items(), reverse=True):  # from the end: earlier positions stay valid
             source = source[:at] + guarded + source[at + len(text) :]
         (copy / file).write_text('#include "provoked.h"\n' + source)
     moved = tuple(copy / path.relative_to(csrc) for path in unit.include_dirs)
@@ -95,8 +95,8 @@ def patched_unit(unit: Unit, faults: Sequence[Fault], folder: Path) -> Unit:
 
 
 def outcome(path: Path, name: str, variant: str, case: Case | GemmCase, number: int, seeds: Sequence[int]) -> Outcome:
-    """Run a case with a fault under one seed after another until it shows."""
-    with TemporaryDirectory() as folder:  # a copy, which knows nothing of faults before
+    """Run a case with a fault under each seed in sequence until it is detected."""
+    with TemporaryDirectory() as folder:  # a fresh copy, without the state of earlier faults
         library = Library(Path(shutil.copy(path, folder)), name)
     ctypes.c_int.in_dll(library.handle, "qf_provoked").value = number
     signal.alarm(SECONDS)  # ends the process
@@ -147,7 +147,7 @@ class Faults:
         self.process: ProcessPoolExecutor | None = None
 
     def provoke(self, name: str, case: Case | GemmCase, seeds: Sequence[int]) -> Outcome:
-        """How the fault of that name shows in a case; "" provokes none."""
+        """How the fault with this name is detected in a case; "" provokes none."""
         self.process = self.process or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         number = self.names.index(name) + 1 if name else NONE
         try:
@@ -158,6 +158,6 @@ class Faults:
             return Outcome("crash", f"the process ended, or took more than {SECONDS} s")
 
     def close(self) -> None:
-        """End the process that the faults ran in."""
+        """End the process in which the faults ran."""
         if self.process:
             self.process.shutdown()

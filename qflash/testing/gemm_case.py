@@ -1,5 +1,5 @@
-"""A linear layer as its C struct takes it: arrays in memory with gaps and odd addresses, poisoned results, and what
-these are held against in float64. For kernels that are called by their struct, on the emulator."""
+"""A linear layer in the form of its C struct: arrays in memory with gaps and misalignment, poisoned results, and their
+float64 reference. For kernels that are called by their struct, in the emulator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import ml_dtypes  # noqa: F401  (registers the name "bfloat16" with NumPy)
 import numpy as np
 
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
@@ -16,15 +16,15 @@ from qflash.testing.compare import ContractError
 from qflash.testing.emulator import Library
 from qflash.testing.linear_problems import activated
 
-POISON = 0xA5  # every byte of results, and of what lies between rows
+POISON = 0xA5  # every byte of results, and of the gaps between rows
 GELU_ERROR = 1e-4  # absolute, of the activation (docs/numerics.md)
-# Of a unit in the last place, where a result is rounded once: half of it, and what float32 arithmetic before may add.
+# In units in the last place, where a result is rounded once: a half, and what the float32 arithmetic before may add.
 ROUNDING = {"float32": 0.0, "float16": 0.51 * 2.0**-10, "bfloat16": 0.51 * 2.0**-7}
 
 
 def in_memory(x: np.ndarray, along: int = 1, gap: int = 0, offset: int = 0) -> np.ndarray:
-    """x in memory of its own: dimension `along` contiguous, `gap` elements between rows, `offset` elements from whole
-    256 bytes. What is not x is poison."""
+    """x in its own memory: dimension `along` contiguous, `gap` elements between rows, `offset` elements past a multiple
+    of 256 bytes. The rest is poison."""
     rows, width = (x.shape[1 - along], x.shape[along])
     stride = width + gap
     memory = np.full(rows * stride * x.itemsize + 512, POISON, np.uint8)
@@ -35,7 +35,7 @@ def in_memory(x: np.ndarray, along: int = 1, gap: int = 0, offset: int = 0) -> n
 
 
 def same_poison(x: np.ndarray) -> bool:
-    """Whether nothing was written but x, which `in_memory` made."""
+    """Whether only x, made by `in_memory`, was written to."""
     memory = x.base
     while memory.base is not None and isinstance(memory.base, np.ndarray):
         memory = memory.base
@@ -48,13 +48,13 @@ def same_poison(x: np.ndarray) -> bool:
 
 @dataclass(frozen=True)
 class GemmCase:
-    """m, n, k, and everything else that the struct says of a problem."""
+    """m, n, k, and all other fields of the struct that describe a problem."""
 
     m: int
     n: int
     k: int
     dtype: str = "bfloat16"  # of x and w
-    out_dtype: str = ""  # "": dtype, or of integers int32
+    out_dtype: str = ""  # "": dtype, or int32 for integers
     activation: str = ""
     x_along: str = "k"  # the contiguous dimension
     w_along: str = "k"
@@ -63,9 +63,9 @@ class GemmCase:
     residual: bool = False
     pre: bool = False
     gaps: tuple[int, int, int] = (0, 0, 0)  # elements between rows of x; of w and up; of out and residual
-    offsets: tuple[int, int, int] = (0, 0, 0)  # elements by which the same begin late
+    offsets: tuple[int, int, int] = (0, 0, 0)  # elements by which the same arrays are offset
     plant: tuple[tuple[str, tuple[int, int], float], ...] = ()  # (array, place, value)
-    multiprocessors: int = 2  # of the emulated GPU, by which kernels choose tiles
+    multiprocessors: int = 2  # of the emulated GPU; kernels choose tiles by it
     seed: int = 0
     results: tuple[str, ...] = field(init=False)
 
@@ -77,7 +77,7 @@ class GemmCase:
 
     @property
     def precision(self) -> str:
-        """As Spec has it."""
+        """The precision in its Spec."""
         return "int8" if self.dtype == "int8" else "native"
 
     def arrays(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class GemmCase:
         return given
 
     def fields(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Of QfLinearParams, but for the workspace."""
+        """The fields of QfLinearParams, except for the workspace."""
         found: dict[str, Any] = {
             **arrays,
             "dtype": OP_DTYPES.index(self.dtype),
@@ -141,7 +141,7 @@ class GemmCase:
         return found
 
     def wanted(self, arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        """The results in float64; int32 sums and scaled integers as every engine rounds them."""
+        """The results in float64; int32 sums and scaled integers are rounded as in every engine."""
 
         def of(name: str) -> np.ndarray | None:
             return None if arrays[name] is None else np.asarray(arrays[name])
@@ -157,7 +157,7 @@ class GemmCase:
             if self.out_dtype == "int32":
                 return sums
             x_scale = np.ones(1, np.float32) if of("x_scale") is None else of("x_scale")
-            scaled = sums.astype(np.float32) * x_scale[:, None]  # rounded; the next is exact in float64, as fma's
+            scaled = sums.astype(np.float32) * x_scale[:, None]  # rounded; the next is exact in float64, like an fma
             h = scaled.astype(np.float64) * (1.0 if of(scale) is None else of(scale))
             h = h + (0.0 if of(bias) is None else of(bias).astype(np.float64))
             return h.astype(np.float32).astype(np.float64)
@@ -173,9 +173,9 @@ class GemmCase:
         return {"out": out, "pre": h, "pre_up": u}
 
     def check(self, arrays: Mapping[str, Any]) -> None:
-        """Results, and that nothing else was written. ContractError says what is wrong."""
+        """Check the results, and that nothing else was written. Raises ContractError."""
         wanted = self.wanted(arrays)
-        # Sums of k products in float32, in any order: the bound is never reached, but it is one.
+        # Sums of k products in float32, in any order: a valid bound, although it is never reached.
         x, w = (np.abs(np.nan_to_num(np.asarray(arrays[name], np.float64), posinf=0, neginf=0)) for name in ("x", "w"))
         summing = 0.0 if self.dtype == "int8" else 2.0**-24 * (8 + math.sqrt(self.k)) * (x @ w)
         if self.activation == "swiglu" and self.dtype != "int8":
@@ -227,7 +227,7 @@ def run(library: Library, case: GemmCase, seed: int = 0) -> dict[str, Any]:
 
 
 def check_same_bits(case: GemmCase, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Of two runs. ContractError where they differ."""
+    """Check that two runs have the same bits. Raises ContractError."""
     for name in case.results:
         one, other = (np.ascontiguousarray(arrays[name]).view(np.uint8) for arrays in (first, second))
         if not np.array_equal(one, other):

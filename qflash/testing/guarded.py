@@ -1,4 +1,4 @@
-"""Matrices at the edge of readable memory: a kernel that reads past one is told so by the machine."""
+"""Matrices at the edge of readable memory: a kernel that reads past one causes a fault."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import mmap
 import numpy as np
 
 _PAGE, _PROT_NONE = mmap.PAGESIZE, 0
-_FILL = 77  # of bytes between rows: it shows in a sum
+_FILL = 77  # value of bytes between rows: it shows up in a sum
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def guarded(x: np.ndarray, row_bytes: int, at_end: bool) -> np.ndarray:
-    """A copy of x whose rows are `row_bytes` apart. A page that cannot be read follows its last byte (`at_end`), or
-    lies before its first one."""
+    """A copy of x whose rows are `row_bytes` apart. An unreadable page follows its last byte (`at_end`), or precedes
+    its first one."""
     if row_bytes % x.itemsize:
         raise ValueError(f"row_bytes is {row_bytes}; allowed: multiples of {x.itemsize}")
     span = row_bytes * (x.shape[0] - 1) + x.shape[1] * x.itemsize if x.size else 0

@@ -1,7 +1,7 @@
-"""Hopper's own instructions, each in a kernel that does little else (tests/emulated/hopper/*.cu), held against NumPy.
+"""Hopper's own instructions, each in a kernel with little else (tests/emulated/hopper/*.cu), checked against NumPy.
 
 One set of checks for the GPU and for the emulator. `call(name, *words)` calls try_<name> with ints and arrays; arrays
-come back changed. An array may come with the offset of its first element, in bytes.
+are changed in place. An array may be given with the offset of its first element, in bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (teaches NumPy the name "bfloat16")
+import ml_dtypes  # noqa: F401  (registers the name "bfloat16" with NumPy)
 import numpy as np
 
 from qflash.call.spec import DTYPES
@@ -22,7 +22,7 @@ ROWS, PANEL = 24, 64  # of a box
 
 
 def check_matrices(call: Call) -> None:
-    """Four matrices whose rows go anywhere: M_i[l / 4][2 (l % 4) ..+1] is word i of lane l."""
+    """Four matrices whose rows may be anywhere: M_i[l / 4][2 (l % 4) ..+1] is word i of lane l."""
     rng = np.random.default_rng(0)
     matrices = rng.integers(0, 2**16, (4, 8, 8)).astype(np.uint16)
     rows = rng.permutation(32).astype(np.int32)
@@ -32,7 +32,7 @@ def check_matrices(call: Call) -> None:
 
 
 def check_zeros(call: Call) -> None:
-    """Every number, in either half: a sum stays what it was, unless the number is not finite."""
+    """Every number, in either half: a sum is unchanged, unless the number is nonfinite."""
     rng = np.random.default_rng(0)
     x = np.stack([np.arange(2**16), rng.permutation(2**16)], -1).astype(np.uint16)
     for dtype in ("float16", "bfloat16"):
@@ -45,7 +45,7 @@ def check_zeros(call: Call) -> None:
 
 
 def check_pairs(call: Call) -> None:
-    """Every float16 in either half, and any other."""
+    """Every float16 in either half, next to another one."""
     rng = np.random.default_rng(0)
     x = np.stack([np.arange(2**16), rng.permutation(2**16)], -1).astype(np.uint16).view(np.float16)
     y = rng.integers(0, 2**16, x.shape).astype(np.uint16).view(np.float16)
@@ -56,7 +56,7 @@ def check_pairs(call: Call) -> None:
 
 
 def check_codes(call: Call) -> None:
-    """Every float16, and what lies next to the middle between two E4M3, where rounding turns."""
+    """Every float16, and the values next to the midpoints between two E4M3, where the direction of rounding changes."""
     codes = np.arange(0x7F, dtype=np.uint8).view("float8_e4m3fn").astype(np.float32)
     middles = (codes[1:] + codes[:-1]) / 2
     ties = np.concatenate([middles, np.nextafter(middles, np.float32(0)), np.nextafter(middles, np.float32(1e9))])
@@ -71,7 +71,7 @@ def check_codes(call: Call) -> None:
 
 
 def check_decoded(call: Call) -> None:
-    """Every E4M3, in each place of a word."""
+    """Every E4M3, in each position of a word."""
     codes = np.stack([np.roll(np.arange(256), 67 * place) for place in range(4)], -1).astype(np.uint8)
     out = np.zeros(codes.shape, np.float16)
     call("decoded", len(codes), codes, out)
@@ -79,14 +79,14 @@ def check_decoded(call: Call) -> None:
 
 
 def check_same(found: np.ndarray, wanted: np.ndarray) -> None:
-    """Bits of float16, but of one NaN and another."""
+    """Check that bits of float16 are the same, except between NaNs."""
     spoiled = np.isnan(wanted)
     assert np.array_equal(np.isnan(found), spoiled)
     assert np.array_equal(found.view(np.uint16)[~spoiled], wanted.view(np.uint16)[~spoiled])
 
 
 def check_answers(call: Call) -> None:
-    """Two arrivals complete a phase: the parity of the one before the present is that which has completed."""
+    """Two arrivals complete a phase: the parity of the phase before the current one is that of the completed one."""
     answers = np.full((9, 2), -1, np.int32)
     call("answers", len(answers), answers)
     phase = np.arange(9)[:, None] // 2
@@ -94,13 +94,13 @@ def check_answers(call: Call) -> None:
 
 
 def check_numbers(call: Call) -> None:
-    """Whoever was told that a stage is full finds in it what was left there."""
+    """A thread that is notified that a stage is full finds the data that was written to it."""
     rounds, found = 500, np.full(32, -1, np.int32)
     call("numbers", rounds, found)
     assert (found == rounds).all()
 
 
-# By what of hopper/small.cu they call.
+# By the name with which they call hopper/small.cu.
 SMALL = {
     "matrices": check_matrices, "zeros": check_zeros, "pairs": check_pairs, "codes": check_codes,
     "decoded": check_decoded, "answers": check_answers, "numbers": check_numbers,
@@ -108,7 +108,7 @@ SMALL = {
 
 
 def check_byte_products(call: Call, kind: str, n: int, row_bytes: int) -> None:
-    """Of all of int8; of small integers in E4M3, so that its sums are exact, too."""
+    """All of int8; small integers in E4M3, so that its sums are exact, too."""
     rng = np.random.default_rng(n + row_bytes)
     low, high = (-128, 128) if kind == "s8" else (-4, 5)
     a, b = (rng.integers(low, high, (rows, 128)) for rows in (64, n))
@@ -140,7 +140,7 @@ def laid_out(shape: tuple[int, ...], order: str) -> tuple[np.ndarray, np.ndarray
 
 
 def expected_boxes(x: np.ndarray, first_row: int, count: int, head: int, sequence: int) -> np.ndarray:
-    """[box, panel, row, chunk, 8]: zeros past the tensor, chunk c of row r where the swizzle puts it, c ^ (r % 8)."""
+    """[box, panel, row, chunk, 8]: zeros past the tensor, chunk c of row r at its swizzled position, c ^ (r % 8)."""
     _, rows, _, head_dim = x.shape
     padded = np.zeros((max(rows, first_row + count * ROWS), 2 * PANEL), x.dtype)
     padded[:rows, :head_dim] = x[sequence, :, head]
@@ -152,11 +152,11 @@ def expected_boxes(x: np.ndarray, first_row: int, count: int, head: int, sequenc
 
 
 BOXES = [
-    ((2, 60, 3, 128), "rows first", (0, 3, 2, 1)),  # the last box leaves the tensor
-    ((2, 60, 3, 104), "heads first", (17, 5, 1, 0)),  # channels past the last are zeros; boxes wholly outside
-    ((1, 100, 1, 8), "rows first", (0, 4, 0, 0)),  # the second panel is wholly outside
+    ((2, 60, 3, 128), "rows first", (0, 3, 2, 1)),  # the last box extends past the tensor
+    ((2, 60, 3, 104), "heads first", (17, 5, 1, 0)),  # channels past the last are zeros; boxes entirely outside
+    ((1, 100, 1, 8), "rows first", (0, 4, 0, 0)),  # the second panel is entirely outside
     ((3, 48, 2, 96), "one batch", (0, 2, 1, 2)),
-    ((2, 50, 2, 120), "part of rows", (1, 2, 1, 1)),  # whose neighbours are no zeros
+    ((2, 50, 2, 120), "part of rows", (1, 2, 1, 1)),  # whose neighbours are not zeros
     ((1, 1, 1, 64), "rows first", (0, 1, 0, 0)),
 ]
 
@@ -173,14 +173,14 @@ def check_boxes(call: Call, shape: tuple[int, ...], order: str, which: tuple[int
 
 
 BYTE_BOXES = [
-    ((2, 120, 3, 128), (0, 3, 2, 1)),  # the last box leaves the tensor
-    ((2, 120, 3, 80), (17, 4, 1, 0)),  # columns past the last are zeros; boxes wholly outside
-    ((1, 200, 1, 16), (0, 4, 0, 0)),  # the second panel is wholly outside
+    ((2, 120, 3, 128), (0, 3, 2, 1)),  # the last box extends past the tensor
+    ((2, 120, 3, 80), (17, 4, 1, 0)),  # columns past the last are zeros; boxes entirely outside
+    ((1, 200, 1, 16), (0, 4, 0, 0)),  # the second panel is entirely outside
 ]
 
 
 def check_byte_boxes(call: Call, shape: tuple[int, ...], which: tuple[int, ...]) -> None:
-    """Chunk c of row r lies where the swizzle of 64 bytes puts it, c ^ (r / 2 % 4)."""
+    """Chunk c of row r is at its position in the 64-byte swizzle, c ^ (r / 2 % 4)."""
     x = np.random.default_rng(0).integers(1, 256, shape).astype(np.uint8)
     first, count, head, sequence = which
     out = np.full((count, 2, 48, 4, 16), 255, np.uint8)
@@ -194,14 +194,14 @@ def check_byte_boxes(call: Call, shape: tuple[int, ...], which: tuple[int, ...])
 
 
 STORES = [
-    ((40, 200), 200, (0, 0, 4, 3)),  # the last boxes leave the tensor on both sides
+    ((40, 200), 200, (0, 0, 4, 3)),  # the last boxes extend past the tensor on both sides
     ((40, 72), 80, (16, 13, 1, 2)),  # they begin anywhere inside; rows of a wider matrix
-    ((5, 8), 8, (64, 16, 1, 1)),  # nothing of it is inside
+    ((5, 8), 8, (64, 16, 1, 1)),  # entirely outside
 ]
 
 
 def check_stores(call: Call, bytes_: int, shape: tuple[int, int], stride: int, boxes: tuple[int, ...]) -> None:
-    """What lies inside the tensor is written, chunk by chunk, and nothing else."""
+    """Everything inside the tensor is written, chunk by chunk, and nothing else."""
     (rows, columns), (first_column, first_row, across, down) = shape, boxes
     out = np.full((rows, stride), 7, np.uint16 if bytes_ == 2 else np.uint32)
     call("stores", bytes_, out, (ctypes.c_int32 * 2)(*shape), stride, (ctypes.c_int32 * 4)(*boxes))
@@ -217,7 +217,7 @@ def check_stores(call: Call, bytes_: int, shape: tuple[int, int], stride: int, b
 
 
 def check_clusters(call: Call, count: int) -> None:
-    """Both blocks see the halves that either brought, round after round."""
+    """Both blocks see the halves that each loaded, in every round."""
     x = np.random.default_rng(count).integers(0, 2**16, (2 * count, 16, 8, 8)).astype(np.uint16)
     out = np.zeros((2, *x.shape), np.uint16)
     call("clusters", count, x, out)
@@ -227,7 +227,7 @@ def check_clusters(call: Call, count: int) -> None:
 
 
 def check_products(call: Call, dtype: str, n: int, registers: bool, transposed: bool) -> None:
-    """Of small integers, so that every sum is exact."""
+    """Products of small integers, so that every sum is exact."""
     rng = np.random.default_rng(n)
     a, b = (rng.integers(-8, 9, shape).astype(dtype) for shape in ((64, 128), (128, n) if transposed else (n, 128)))
     out = np.full((64, n), np.nan, np.float32)
@@ -237,7 +237,7 @@ def check_products(call: Call, dtype: str, n: int, registers: bool, transposed: 
 
 
 def check_registers(call: Call) -> None:
-    """One warpgroup gives registers up, two take them."""
+    """One warpgroup releases registers, two acquire them."""
     x = np.random.default_rng(0).integers(-100, 100, (200, 256)).astype(np.float32)
     out, givers = np.full_like(x, np.nan), np.zeros(1, np.int32)
     call("registers", x, out, givers)
@@ -245,7 +245,7 @@ def check_registers(call: Call) -> None:
     assert np.array_equal(out, x + x.sum(0))
 
 
-# Every check by a name.
+# Every check by its name.
 INSTRUCTIONS: dict[str, Check] = {
     **SMALL,
     "registers": check_registers,

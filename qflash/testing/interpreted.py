@@ -1,8 +1,8 @@
-"""Triton kernels on the CPU, by Triton's interpreter: one program of the grid after another, each operation by NumPy.
+"""Triton kernels on the CPU, in Triton's interpreter: the programs of the grid in sequence, each operation by NumPy.
 
-Triton decides when it is imported whether kernels are to be compiled or interpreted, so the interpreter has a process
-of its own, which is started once and stays. What Triton 3.6's gets wrong is put right here (`_mend`): bfloat16, whose
-bits it multiplies and which it rounds towards zero, comparisons of scalars, and the ends of loops with newer NumPys.
+Triton decides on import whether kernels are compiled or interpreted, so the interpreter has its own process, which is
+started once and kept. `_mend` fixes errors of the interpreter of Triton 3.6: bfloat16, whose bits it multiplies and
+which it rounds towards zero, comparisons of scalars, and the ends of loops with newer NumPys.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from qflash.call.spec import Spec
 from qflash.testing.emulator import poisoned
 from qflash.triton.launches import HAS, Choice, Launches
 
-ARCH = 90  # what kernels are chosen for: tiles and constants of Hopper, unless a test asks for others
+ARCH = 90  # what kernels are selected for: tiles and constants of Hopper, unless a test requests others
 T = TypeVar("T")
 
 
 def in_interpreter(function: Callable[..., T], *arguments: Any) -> T:
-    """`function` of a module that any process can import, called where Triton interprets."""
+    """Call `function`, from a module that any process can import, in the process that interprets."""
     return _process().call(function, arguments)
 
 
 class _Process:
-    """Another Python, which calls functions that it is sent, one after another."""
+    """Another Python, which calls functions that it is sent, in sequence."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-c", "from qflash.testing.interpreted import serve; serve()"]
@@ -62,7 +62,7 @@ def _process() -> _Process:
 
 
 def serve() -> None:
-    """Call what stdin names, and write what it returns or raises to stdout; what it prints goes to stderr."""
+    """Call the functions named on stdin, and write results or exceptions to stdout; printed output goes to stderr."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -80,7 +80,7 @@ def serve() -> None:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The exception with its traceback told in words, as far as another process can have it."""
+    """The exception with its traceback as a note, or, if it cannot be pickled, a RuntimeError with the text."""
     told = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -91,10 +91,10 @@ def _sendable(error: Exception) -> Exception:
 
 
 def launch(plan: Plan, arrays: Sequence[np.ndarray | None], arch: int = ARCH) -> dict[str, np.ndarray]:
-    """Carry a plan out: choose the kernel as for a GPU, and interpret it. To be called in the interpreter's process.
+    """Execute a plan: select the kernel as for a GPU, and interpret it. To be called in the interpreter's process.
 
-    arrays: operands and results in the order of the plan, as the kernel takes them; None is a null pointer. Returns
-    what the regions of the workspace hold in the end, as bytes.
+    arrays: operands and results in the order of the plan, as the kernel takes them; None is a null pointer. Returns the
+    final contents of the workspace's regions, as bytes.
     """
     spec = plan.spec(arch)
     fields = {**dict(plan.fields), **dict(zip(plan.pointers, arrays, strict=True))}
@@ -102,7 +102,7 @@ def launch(plan: Plan, arrays: Sequence[np.ndarray | None], arch: int = ARCH) ->
 
 
 def launch_struct(kernel: str, spec: Spec, struct: str, given: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The same with a C struct of which all fields that are not 0 are given, arrays for pointers."""
+    """The same with a C struct whose nonzero fields are all given, arrays for pointers."""
     from qflash.backends import triton as backend
 
     _mend()
@@ -120,7 +120,7 @@ def launch_struct(kernel: str, spec: Spec, struct: str, given: Mapping[str, Any]
         programs = one.grid.value(fields)
         if programs:
             arguments = {name: _argument(of, choice, name, fields, parts) for name in one.parameters}
-            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # as a GPU does
+            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):  # as on a GPU
                 one.function[(programs,)](**arguments, **one.constants)
     return parts
 
@@ -128,7 +128,7 @@ def launch_struct(kernel: str, spec: Spec, struct: str, given: Mapping[str, Any]
 def _argument(
     of: Launches, choice: Choice, name: str, fields: Mapping[str, Any], parts: Mapping[str, np.ndarray]
 ) -> Any:
-    """A parameter's value, of the type that it is compiled with."""
+    """A parameter's value, in the type that it is compiled with."""
     import triton.language as tl
     from triton.runtime.interpreter import TensorHandle
 
@@ -149,7 +149,7 @@ _NUMPY = {"i32": np.int32, "i64": np.int64, "u64": np.uint64, "fp32": np.float32
 
 @lru_cache(maxsize=1)
 def _mend() -> None:
-    """Put right what the interpreter gets wrong, in this process."""
+    """Fix errors of the interpreter, in this process."""
     import ml_dtypes
     import triton.language as tl
     from triton.runtime import interpreter
@@ -173,7 +173,7 @@ def _mend() -> None:
         return plain_cast(self, source, to)
 
     def binary(self, left, right, operation):
-        """A comparison has the type of a truth value, not of what is compared."""
+        """A comparison returns a boolean type, not that of its operands."""
         found = plain_binary(self, left, right, operation)
         return TensorHandle(found.data, tl.int1) if found.data.dtype == bool else found
 
@@ -183,7 +183,7 @@ def _mend() -> None:
         return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
 
     def patch(tensor, *rest):
-        """An array of one number is a number, which newer NumPys no longer say."""
+        """A one-element array converts to an integer, which newer NumPys no longer allow."""
         plain_patch(tensor, *rest)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 

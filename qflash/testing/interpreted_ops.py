@@ -1,4 +1,4 @@
-"""What tests ask of Triton's interpreter beside attention: functions that its process can import (interpreted.py)."""
+"""Functions other than attention for tests in Triton's interpreter, which its process can import (interpreted.py)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from qflash.testing.runner import planned
 
 
 def softmax(case: RowCase, scale: float = 1.0) -> np.ndarray:
-    """softmax of a matrix as it lies in memory."""
+    """softmax of a matrix with its layout in memory."""
     x = case.make()
     out = poisoned(x.size * x.itemsize).view(x.dtype).reshape(x.shape)
     plan = rows.SOFTMAX.plan(replace(describe("x", x), device="cuda"), scale, "triton_softmax")
@@ -43,7 +43,7 @@ def regions(case: Case, kernel: str) -> dict[str, np.ndarray]:
 
 
 def page_table(case: Case, kernel: str) -> np.ndarray:
-    """The page table that a case on pages has."""
+    """The page table of a case on pages."""
     _, arrays = planned(case, case.make_inputs(), kernel, "cuda")
     return np.array(arrays["kv.page_table"])
 
@@ -59,7 +59,7 @@ def run(op: Op, arrays: tuple[Any, ...], words: tuple[Any, ...]) -> np.ndarray:
 
 
 def linear(problem: LinearProblem, pad: int = 0, keep_pre: bool = False, arch: int = interpreted.ARCH) -> Arrays:
-    """The results of a linear layer on its operands as they lie."""
+    """The results of a linear layer on its operands in their layout."""
     call = forward(problem, operands(problem), pad, keep_pre)
     spec = replace(spec_of("triton_linear", problem, arch), layout=problem.w_layout)
     interpreted.launch_struct("triton_linear", spec, call.struct, {**call.numbers, **call.arrays})
@@ -67,12 +67,12 @@ def linear(problem: LinearProblem, pad: int = 0, keep_pre: bool = False, arch: i
 
 
 def rope(x: np.ndarray, of: Rope, positions: np.ndarray | None = None, inverse: bool = False) -> np.ndarray:
-    """x rotated, or rotated back."""
+    """x rotated, or with the rotation inverted."""
     return run(ROPE, (x, of.cos, of.sin, positions, of.positions_k), (of.interleaved, inverse, "triton_rope"))
 
 
 def int8_linear(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None, activation: str | None = None) -> np.ndarray:
-    """qflash.linear of precision "int8": x and the columns of w are quantized as that does."""
+    """qflash.linear of precision "int8": x and the columns of w are quantized in the same way."""
     layer = quantize_linear(w)
     values, scale = quantized_rows("linear", x)
     return run(

@@ -1,4 +1,4 @@
-"""Arrays and yardsticks the JAX tests share."""
+"""Arrays and error measures shared by the JAX tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def arrays(batch=2, q_len=9, k_len=13, q_heads=4, kv_heads=2, head_dim=16, dtype
 
 
 def put(mesh, spec, *operands):
-    """The arrays on the devices of a mesh, split as `spec` says."""
+    """The arrays on the devices of a mesh, sharded by `spec`."""
     import jax
 
     return tuple(jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)) for x in operands)

@@ -23,7 +23,7 @@ PRECISION = "int8"
 
 @dataclass(frozen=True)
 class KeptInputs:
-    """A Case's arrays with k and v quantized (NumPy). rope rotates q alone."""
+    """A Case's arrays with k and v quantized (NumPy). rope rotates only q."""
 
     q: np.ndarray
     kv: QuantizedKV
@@ -32,13 +32,13 @@ class KeptInputs:
 
 
 def is_kept(kernel: str) -> bool:
-    """Whether a variant of a kernel takes a QuantizedKV of this precision."""
+    """Whether a variant of a kernel supports a QuantizedKV of this precision."""
     variant = dispatch.VARIANTS[kernel]
     return (variant.kv, variant.precision) == ("kept", PRECISION)
 
 
 def on_kept(case: Case, inputs: Inputs) -> KeptInputs:
-    """The case's keys, rotated, in the integers of `quantize_kv`; values as they are."""
+    """The case's keys, rotated, in the integers of `quantize_kv`; values unchanged."""
     made = sm90_quantize.quantize_kv(inputs.k, None, kv_lens=inputs.kv_lens, rope=inputs.rope)
     parts = {name: getattr(made, name) for name in sm90_quantize.OF_KEYS}
     kv = QuantizedKV(**parts, v=inputs.v, lens=inputs.kv_lens, dtype=case.dtype, precision=PRECISION)

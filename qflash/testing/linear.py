@@ -1,8 +1,8 @@
-"""Cases of linear and swiglu, forward and backward, and how far a result may be off, element by element.
+"""Cases of linear and swiglu, forward and backward, and the allowed error of each element of a result.
 
-With u = 2^-24, a sum of k products has an error of u (16 + 4 sqrt(min(k, 256))) sqrt(sum of their squares) at most,
-where chains are 256 long or shorter: several times what normal numbers give. Activations have slopes of 1.13 at most
-and 32 u of their own, and the result is rounded once.
+With u = 2^-24, a sum of k products has an error of at most u (16 + 4 sqrt(min(k, 256))) sqrt(sum of their squares), if
+chains are 256 long or shorter: several times the error for normal numbers. Activations have slopes of at most 1.13 and
+an error of 32 u of their own, and the result is rounded once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from qflash.reference.linear import activate, slope
 U = 2.0**-24
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "swiglu")
-# Of w [k, n]: the contiguous dimension, gaps between its lines, starts that are no multiple of a vector.
+# Of w [k, n]: the contiguous dimension, gaps between its lines, starts that are not a multiple of a vector.
 LAYOUTS = ("k", "n", "k gaps", "k odd", "n odd")
-# m, n, k: single elements, tails on either side of vectors, tiles and chunks, long and short sides, nothing at all.
+# m, n, k: single elements, tails on either side of vectors, tiles and chunks, long and short sides, empty arrays.
 SHAPES = (
     (1, 1, 1), (1, 1000, 64), (17, 3, 5), (128, 128, 128), (129, 255, 257), (64, 96, 2049), (300, 40, 600),
     (33, 513, 31), (2, 2, 20000), (0, 5, 3), (5, 0, 3), (5, 3, 0),
@@ -29,7 +29,7 @@ SHAPES = (
 
 
 def _matrix(rng: np.random.Generator, shape: tuple[int, int], dtype: str, start: int, gap: int) -> np.ndarray:
-    """Normal numbers, rows `gap` numbers longer in memory than they are, the first at number `start` of its row."""
+    """Normal numbers; rows are `gap` numbers longer in memory, and the first number is at index `start` of its row."""
     rows, columns = shape
     memory = rng.standard_normal((rows, columns + gap), np.float32).astype(DTYPES[dtype])
     return memory[:, start : start + columns]
@@ -56,7 +56,7 @@ class LinearCase:
 
     @cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """By the names that the public call has for them."""
+        """The arrays, by their names in the public call."""
         rng = np.random.default_rng([self.seed, self.m, self.n, self.k])
         start, gap = {"k gaps": (0, 16), "k odd": (1, 3), "n odd": (1, 5)}.get(self.layout, (0, 0))
         found = {"x": _matrix(rng, (self.m, self.k), self.dtype, start, gap)}
@@ -82,7 +82,7 @@ class LinearCase:
 
     @property
     def words(self) -> dict[str, str]:
-        """Of the public call, beside its arrays."""
+        """The other arguments of the public call."""
         found = {} if self.activation in (None, "swiglu") else {"activation": self.activation}
         return found if self.out_dtype is None else {**found, "out_dtype": self.out_dtype}
 
@@ -92,7 +92,7 @@ class LinearCase:
         return _matrix(rng, (self.m, self.n), self.dtype, 0, 3 if "odd" in self.layout else 0)
 
     def products(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """What the activation is taken of, in float64, and how far each element may be off."""
+        """The activation's inputs in float64, and the allowed error of each element."""
         x = self.arrays["x"].astype(np.float64)
         found = []
         for name, bias in zip(self.weights, self.biases, strict=True):
@@ -102,7 +102,7 @@ class LinearCase:
         return found
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
-        """The result in float64, and how far each element may be off before it is rounded to its dtype."""
+        """The result in float64, and the allowed error of each element before it is rounded to its dtype."""
         (h, error), *more = self.products()
         activation = "silu" if more else self.activation
         out, error = activate(activation, h), 1.13 * error
@@ -115,22 +115,21 @@ class LinearCase:
         return out, error + U * np.abs(out)
 
     def check(self, out: np.ndarray, activation_error: float = 0.0) -> None:
-        """Raise where the result of the call is not what it should be. activation_error: what a kernel's activation may
-        be off by itself."""
+        """Check the result of the call. activation_error: the additional error allowed for a kernel's activation."""
         assert out.dtype == DTYPES[self.result_dtype] and out.shape == (self.m, self.n)
         want, error = self.expected()
         check_close(out, want, error + activation_error, str(self))
 
     def expected_gradients(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """Gradients in float64 by the names of the arrays, and how far each element may be off before it is rounded.
+        """Gradients in float64 by the names of the arrays, and the allowed error of each element before it is rounded.
 
-        Kernels take slopes of products that were rounded to the dtype, and round their gradients to it, too.
+        Kernels compute slopes from products that were rounded to the dtype, and round their gradients to it, too.
         """
         x, dout = self.arrays["x"].astype(np.float64), self.dout().astype(np.float64)
         half_unit = {"float32": U, "float16": 2.0**-11, "bfloat16": 2.0**-8}[self.dtype]
         products = self.products()
         activation = "silu" if len(products) == 2 else self.activation
-        # How far an activation's slope is from another one half a unit of h away: its own slope is below 1.2.
+        # The change of an activation's slope over half a unit of h: the derivative of the slope is below 1.2.
         errors = [error + half_unit * np.abs(h) for h, error in products]
         by_h, wrong = slope(activation, products[0][0]), 1.2 * errors[0] + 64 * U
         if self.activation is None:
@@ -145,7 +144,7 @@ class LinearCase:
             w = self.arrays[weight].astype(np.float64)
             dh = dout * share
             error = np.abs(dout) * wrong + (0 if self.activation is None else half_unit * np.abs(dh))
-            # Errors of single elements are independent: in a sum their squares add up, and 6 deviations do not happen.
+            # Errors of single elements are independent: their squares add up in a sum, and 6 deviations do not occur.
             found["x"][0] += dh @ w.T
             found["x"][1] += sum_error(dh, w.T) + 6 * np.sqrt(error**2 @ (w**2).T)
             found[weight] = [x.T @ dh, sum_error(x.T, dh) + 6 * np.sqrt((x**2).T @ error**2)]
@@ -158,12 +157,12 @@ class LinearCase:
 
 
 def sum_error(x: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """How far the sums of a product of float64 matrices may be off in float32, added in runs of 256 products."""
+    """The allowed float32 error of the sums in a product of float64 matrices, added in runs of 256 products."""
     return U * (16 + 4 * np.sqrt(min(x.shape[-1], 256))) * np.sqrt(x**2 @ w**2)
 
 
 def check_close(got: np.ndarray, want: np.ndarray, error: np.ndarray, what: str) -> None:
-    """Every element of `got` is `want` within `error` and half a unit in its last place."""
+    """Check that every element of `got` is `want` within `error` and half a unit in its last place."""
     with np.errstate(over="ignore"):
         rounded = np.abs(want).astype(got.dtype)
     bound = error + 0.51 * np.spacing(rounded).astype(np.float64)

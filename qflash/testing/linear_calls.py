@@ -1,4 +1,4 @@
-"""Calls of the kernels of linear layers by their C structs: any strides, any outputs, on whichever machine."""
+"""Calls of linear-layer kernels by their C structs: any strides, any outputs, on any machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from qflash.call.spec import ACTIVATIONS, OP_DTYPES, Spec
 from qflash.dispatch import VARIANTS
 from qflash.testing.linear_problems import KINDS, Arrays, LinearProblem
 
-_POISON = 113  # what results are full of before
+_POISON = 113  # fills results beforehand
 
 
 @dataclass(frozen=True)
 class LinearCall:
-    """A struct, its numbers, and the arrays that its pointers point to; results are among them."""
+    """A struct, its numbers, and the arrays that its pointers refer to, including results."""
 
     struct: str
     numbers: dict[str, int]
@@ -23,7 +23,7 @@ class LinearCall:
     memory: Arrays  # of the results, with the gaps between their rows
 
     def results(self, memory: Arrays) -> Arrays:
-        """What `memory` has of the results after the call. Nothing may be written to gaps between rows."""
+        """The results in `memory` after the call. Checks that gaps between rows were not written to."""
         found = {}
         for name, whole in memory.items():
             columns = self.arrays[name].shape[-1]
@@ -40,7 +40,7 @@ def spec_of(kernel: str, problem: LinearProblem, arch: int) -> Spec:
 
 
 def _strides(x: np.ndarray, *names: str) -> dict[str, int]:
-    """A matrix's strides in elements. NumPy has none for no elements; front ends say it so."""
+    """A matrix's strides in elements. NumPy has none for empty arrays; these are those that front ends use."""
     found = (x.shape[1], 1) if 0 in x.shape else (s // x.itemsize for s in x.strides)
     return dict(zip(names, found, strict=True))
 
@@ -74,7 +74,7 @@ def forward(problem: LinearProblem, arrays: Arrays, pad: int = 0, keep_pre: bool
 def backward(
     problem: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arrays, wanted: tuple[str, ...] | None = None
 ) -> LinearCall:
-    """Gradients of all that the layer took, or of what is wanted of it ("dx", "dw", …)."""
+    """Gradients of all the layer's inputs, or of those in `wanted` ("dx", "dw", …)."""
     m, n, k = problem.m, problem.n, problem.k
     shapes = {"dx": (m, k), "dw": (k, n), "dup": (k, n), "dbias": (n,), "dup_bias": (n,), "dresidual": (m, n)}
     memory = {

@@ -1,5 +1,4 @@
-"""linear and swiglu in NumPy: operands of any layout, the definition in float64 with its gradients, and how far from
-them a kernel may be."""
+"""linear and swiglu in NumPy: operands of any layout, the float64 definition with gradients, and error bounds."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from qflash.testing.guarded import guarded
 Arrays = dict[str, np.ndarray]
 KINDS = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _ROUNDING = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # half an ulp of 1
-_LEAST = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}  # half an ulp of numbers that are not normal
+_LEAST = {"float32": 0.0, "float16": 2.0**-25, "bfloat16": 0.0}  # half an ulp of subnormal numbers
 _U = _ROUNDING["float32"]
 
 
 @dataclass(frozen=True)
 class LinearProblem:
     """A call. x_layout, w_layout: the contiguous dimension of x [m, k] and of w [k, n]; gaps: elements between the rows
-    of either in memory; at_end: they end where readable memory does. bias: the dtype it has, "": there is none."""
+    of either in memory; at_end: they end where readable memory ends. bias: its dtype; "": there is none."""
 
     m: int
     n: int
@@ -36,7 +35,7 @@ class LinearProblem:
     w_layout: str = "k"
     gaps: tuple[int, int] = (0, 0)
     at_end: bool = False
-    integers: bool = False  # small ones, of which every sum is exact
+    integers: bool = False  # small ones, for which every sum is exact
     seed: int = 0
 
     @property
@@ -45,7 +44,7 @@ class LinearProblem:
 
 
 def operands(case: LinearProblem) -> Arrays:
-    """x, w and what else the call takes."""
+    """x, w and the other arrays of the call."""
     rng = np.random.default_rng([case.seed, case.m, case.n, case.k])
     kind, out = KINDS[case.dtype], KINDS[case.out_dtype or case.dtype]
 
@@ -84,14 +83,14 @@ def _double(x: Any) -> np.ndarray:
 
 
 def _product(x: np.ndarray, w: np.ndarray, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """x w + bias in float64, and how far float32 sums in any order may be from it."""
+    """x w + bias in float64, and the error bound of float32 sums in any order."""
     x, w = _double(x), _double(w)
     sizes = np.abs(x) @ np.abs(w) + (0.0 if bias is None else np.abs(_double(bias)))
     return x @ w + (0.0 if bias is None else _double(bias)), (x.shape[1] + 4) * _U * sizes
 
 
 def linear(case: LinearProblem, arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """out, pre and pre_up in float64, and how far a kernel may be from each."""
+    """out, pre and pre_up in float64, and a kernel's error bound for each."""
     h, error = _product(arrays["x"], arrays["w"], arrays.get("bias"))
     want, bound = {"pre": h}, {"pre": error}
     if case.gated:
@@ -112,8 +111,7 @@ def linear(case: LinearProblem, arrays: Arrays) -> tuple[Arrays, Arrays]:
 
 
 def upstream(case: LinearProblem, arrays: Arrays, gap: int = 0) -> tuple[np.ndarray, Arrays]:
-    """dout of random numbers, `gap` elements between its rows, and the pre-activations as the forward pass rounds
-    them."""
+    """Random dout with `gap` elements between its rows, and the pre-activations as the forward pass rounds them."""
     kind = KINDS[case.dtype]
     dout = np.random.default_rng(case.seed + 1).standard_normal((case.m, case.n)).astype(kind)
     want, _ = linear(case, arrays)
@@ -122,7 +120,7 @@ def upstream(case: LinearProblem, arrays: Arrays, gap: int = 0) -> tuple[np.ndar
 
 
 def gradients(case: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arrays) -> tuple[Arrays, Arrays]:
-    """Gradients of `arrays` in float64, from the pre-activations as they were rounded, and how far a kernel may be."""
+    """Gradients of `arrays` in float64, from the rounded pre-activations, and a kernel's error bounds."""
     u, least = _ROUNDING[case.dtype], _LEAST[case.dtype]
     x, w, dout = _double(arrays["x"]), _double(arrays["w"]), _double(dout)
     h = _double(saved["pre"]) if case.activation else np.zeros_like(dout)
@@ -138,7 +136,7 @@ def gradients(case: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arra
     for which, steepness in slopes.items():
         weight, bias = of[which]
         dh = dout * steepness
-        # dh is computed in float32, from slopes whose parts may cancel, and rounded where there is an activation.
+        # dh is computed in float32, from slopes whose terms may cancel, and rounded if there is an activation.
         error = np.abs(dout) * sizes[which] * 32 * _U if case.activation else np.zeros_like(dh)
         rounded = error + (u * np.abs(dh) + least if case.activation else 0.0)
         w = _double(arrays[weight])
@@ -162,7 +160,7 @@ def gradients(case: LinearProblem, arrays: Arrays, dout: np.ndarray, saved: Arra
 
 
 def check_near(got: Arrays, want: Arrays, bound: Arrays) -> None:
-    """Every result that was asked for is within its bound."""
+    """Check that every requested result is within its bound."""
     assert got
     for name, x in got.items():
         off = np.abs(_double(x) - want[name])

@@ -1,4 +1,4 @@
-"""Calls of every operation beside attention, in the terms of any framework.
+"""Calls of every operation other than attention, independent of the framework.
 
 A case is a dict of NumPy arrays and a function of them; on the CPU every front end must give NumPy's bits.
 """
@@ -30,27 +30,27 @@ def halves(*shape: int) -> np.ndarray:
 
 
 def bytes_(*shape: int) -> np.ndarray:
-    """int8, all of its values."""
+    """int8, over its full range."""
     return RNG.integers(-128, 128, shape, dtype=np.int8)
 
 
 @dataclass(frozen=True)
 class OpCase:
-    """`call` takes the arrays by name, of any framework, and passes `kernel=` on."""
+    """`call` takes the arrays by name, of any framework, and forwards `kernel=`."""
 
     op: str
     arrays: dict[str, np.ndarray]
     call: Callable[..., Any]
-    mapped: tuple[str, ...]  # arrays to give one more dimension in tests of vmap
-    kv: str = "arrays"  # of attention: what stands in the places of k and v
-    # Of linear: words of its Spec
+    mapped: tuple[str, ...]  # arrays that get one more dimension in tests of vmap
+    kv: str = "arrays"  # of attention: the type of k and v
+    # Of linear: fields of its Spec
     dtype: str = "float16"
     precision: str = "native"
     activation: str = ""
     layout: str = "n"
 
     def kernels(self, device: str) -> list[str]:
-        """The kernels that serve it on a device."""
+        """The kernels that support it on a device."""
         return [v.kernel.name for v in dispatch.variants_of(self.op, device, self.kv) if self._is_served_by(v)]
 
     def _is_served_by(self, variant: dispatch.Variant) -> bool:
@@ -76,7 +76,7 @@ def _rotated(x: Any, cos: Any, sin: Any, *, interleaved: bool = False, **more: A
     return qflash.rope(x, qflash.Rope(cos, sin, interleaved), **more)
 
 
-# Arrays, the function of them, what is mapped, and the result's dtype.
+# Arrays, a function of them, the mapped arrays, and the result's dtype.
 _PRODUCTS = {
     "": ({"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a",), "int32"),
     " both mapped": ({"a": bytes_(9, 33), "b": bytes_(33, 21)}, qflash.int8_matmul, ("a", "b"), "int32"),
@@ -260,7 +260,7 @@ CASES = {
 
 
 def flat(result: Any) -> list[Any]:
-    """The arrays of a result: one, a tuple, or a Quantized's."""
+    """The arrays of a result, which is one array, a tuple, or a Quantized."""
     if isinstance(result, qflash.Quantized):
         result = [getattr(result, field.name) for field in fields(result)]
         return [x for x in result if hasattr(x, "shape")]
@@ -268,7 +268,7 @@ def flat(result: Any) -> list[Any]:
 
 
 def check_equal(got: Any, wanted: Any) -> None:
-    """Same shapes, dtypes and bits."""
+    """Check for the same shapes, dtypes and bits."""
     got, wanted = ([np.asarray(x) for x in flat(side)] for side in (got, wanted))
     assert len(got) == len(wanted)
     for mine, theirs in zip(got, wanted, strict=True):
@@ -280,7 +280,7 @@ TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 
 def check_close(got: Any, wanted: Any) -> None:
-    """A GPU's results against the CPU's: integers to the bit, floats within a few ulp of the largest."""
+    """Check a GPU's results against the CPU's: integers bit for bit, floats within a few ulp of the largest."""
     got, wanted = ([to_numpy(x) for x in flat(side)] for side in (got, wanted))
     assert len(got) == len(wanted)
     for mine, theirs in zip(got, wanted, strict=True):

@@ -1,4 +1,4 @@
-"""What a Case should give: the float64 result, and the figures the error bounds are made of. Cached per case."""
+"""The expected result of a Case: the float64 result, and the figures that error bounds are computed from. Cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qflash.reference import fa_int8, sm90_quantize, sm90_sample
 from qflash.rotary import Rope
 from qflash.testing.case import Case, Inputs
 
-# Kernels that have a replay, and its words beyond attention's.
+# Kernels that have a replay, and its arguments beyond attention's.
 _REPLAYS = {
     "cpu_int8": (reference.attention_int8, {}),
     "fa_int8": (reference.attention_fa_int8, {}),
@@ -27,12 +27,12 @@ _REPLAYS = {
 
 @dataclass(frozen=True)
 class Integers:
-    """How a kernel makes integers of q and k, as far as their errors depend on it."""
+    """How a kernel converts q and k to integers, as far as errors depend on it."""
 
     key_group: int = 1  # neighbouring keys that share a scale
     block: int = 1  # channels that a Hadamard matrix mixes first
-    sampled: int | None = None  # how many keys at most tell the mean that smoothing takes off; None: all
-    smooths: bool = True  # takes off each sequence's own mean; False: what it takes off is not that of these keys
+    sampled: int | None = None  # maximum number of keys for the mean that smoothing subtracts; None: all
+    smooths: bool = True  # subtracts each sequence's own mean; False: the mean is not that of these keys
 
 
 _SM90 = Integers(sm90_quantize.KEY_GROUP, sm90_quantize.BLOCK, sm90_sample.SAMPLED)
@@ -40,20 +40,21 @@ _ON_SM90 = ("sm90_int8", "sm90_int8_fp8", "sm90_int8_kv", "sm90_decode_kv", "dec
 _INTEGERS = dict.fromkeys(("fa_int8", "triton_int8"), Integers(fa_int8.KEY_GROUP)) | dict.fromkeys(_ON_SM90, _SM90)
 _INT8_PAGES = Integers(block=sm90_quantize.BLOCK, smooths=False)  # k_mean is one for all sequences of a cache
 PLAIN_INTEGERS = Integers()
-# Standard deviation of rounding to the integers of 127 steps, in units of the amplitude: uniform over one step.
+# Standard deviation of rounding to integers with 127 steps, in units of the amplitude: uniform over one step.
 _STEP_DEVIATION = 1 / (127 * np.sqrt(12))
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The oracle's answer to a Case, all float64.
+    """The oracle's result for a Case, all float64.
 
-    out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, what rounding in PV is relative to.
-    strength: per row, the greatest scale * sum_d |q_d k_d| it sees, what rounding in a score is relative to; quantized,
-    the greatest scale * (max|q| sum|k| + max|k| sum|q|) with k less its mean, what rounding to integers is relative to.
-    distance: strength, and a sink above 0 with it: weights are exponentials of distances from lse, and a score may be
-    that far below its sink. A sink below 0 is no farther from the scores than 0 is, or counts for nothing beside them.
-    rounded: out after the roundings nobody can avoid in the case's dtype (see `rounding_model`); out in float32.
+    out, lse: the result. weight: per row, the 2-norm of sum_j p_j |v_j|, the reference for rounding errors in PV.
+    strength: per row, the largest scale * sum_d |q_d k_d| among visible keys, the reference for rounding errors in a
+    score; quantized, the largest scale * (max|q| sum|k| + max|k| sum|q|) with k minus its mean, the reference for
+    rounding to integers.
+    distance: strength, plus a sink above 0: weights are exponentials of distances from lse, and a score may be that far
+    below its sink. A sink below 0 is no farther from the scores than 0, or is negligible next to them.
+    rounded: out after the unavoidable roundings in the case's dtype (see `rounding_model`); out in float32.
     """
 
     out: np.ndarray
@@ -66,8 +67,8 @@ class Expected:
 
 @lru_cache(maxsize=256)
 def expected(case: Case, precision: str = "native") -> Expected:
-    """The oracle's answer. Integers have no Inf, nor has E4M3: in q and k, or in v, it counts as NaN there. In INT8
-    pages a token of v that is not finite is NaN as a whole."""
+    """The oracle's result for a Case. Integers have no Inf, and neither has E4M3: in q and k, or in v, it counts as NaN
+    there. In INT8 pages all of a nonfinite token of v is NaN."""
     inputs = case.make_inputs()
     quantized = precision != "native"
     if quantized:
@@ -84,7 +85,7 @@ def expected(case: Case, precision: str = "native") -> Expected:
 
 
 def weights_dtype(case: Case, kernel: str) -> str:
-    """What a quantized kernel rounds its weights to before they meet V."""
+    """What a quantized kernel rounds its weights to before they are multiplied by V."""
     if kernel == "cpu_int8":
         return "bfloat16" if _native.cpu_isa() == "amx" else "float32"
     if kernel.endswith("_pages_int8"):
@@ -93,29 +94,29 @@ def weights_dtype(case: Case, kernel: str) -> str:
 
 
 def integers_of(kernel: str) -> Integers:
-    """How a quantized kernel makes its integers."""
+    """How a quantized kernel converts to integers."""
     return _INT8_PAGES if kernel.endswith("_pages_int8") else _INTEGERS.get(kernel, PLAIN_INTEGERS)
 
 
 @lru_cache(maxsize=64)
 def quantized_strength(case: Case, integers: Integers) -> np.ndarray:
-    """Expected.strength of a quantized kernel whose keys share scales: max|k| is that of the group, seen or not."""
+    """Expected.strength of a quantized kernel whose keys share scales: max|k| is that of the group, visible or not."""
     return _strength(case, _without_inf(case.make_inputs()), integers)
 
 
 @lru_cache(maxsize=64)
 def score_noise(case: Case, integers: Integers) -> np.ndarray:
-    """Per row of lse, the greatest standard deviation that rounding q and k to integers gives a score.
+    """Per row of lse, the largest standard deviation of a score's error from rounding q and k to integers.
 
-    Every channel of q is off by its own share of a step max|q| / 127, which counts k_d times in the score, and vice
-    versa: the squares add up to max|q|^2 sum k^2 + max|k|^2 sum q^2.
+    Every channel of q has an independent error within a step max|q| / 127, which is multiplied by k_d in the score, and
+    vice versa: the squares add up to max|q|^2 sum k^2 + max|k|^2 sum q^2.
     """
     return _STEP_DEVIATION * np.sqrt(_strength(case, _without_inf(case.make_inputs()), integers, power=2))
 
 
 @lru_cache(maxsize=64)
 def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """(out, lse) of the replay of a quantized kernel, float64; None for a kernel that has no replay."""
+    """(out, lse) of the replay of a quantized kernel, float64; None for a kernel without a replay."""
     if kernel not in _REPLAYS:
         return None
     inputs = case.make_inputs()
@@ -137,8 +138,8 @@ def expected_gradients(case: Case) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def rounding_model(case: Case, inputs: Inputs) -> np.ndarray:
     """`out` of an ideal implementation that stores in the case's dtype: rotated q and k are rounded, then out is.
 
-    That is PyTorch's math path, which computes float16 and bfloat16 attention in float32; tests/unit/test_testing.py
-    holds the two against each other.
+    This is PyTorch's math path, which computes float16 and bfloat16 attention in float32; tests/unit/test_testing.py
+    compares the two.
     """
     q, k = inputs.q, inputs.k
     rope = inputs.rope
@@ -154,7 +155,7 @@ def _attention(case: Case, inputs: Inputs, q, k, v, rope: Rope | None):
 
 
 def _words(case: Case, inputs: Inputs, rope: Rope | None):
-    """The words of a case as the oracle and the replays take them."""
+    """The arguments of a case for the oracle and the replays."""
     cu_seqlens = (inputs.cu_seqlens_q, inputs.cu_seqlens_k) if case.packed else None
     return {**case.options(), "kv_lens": inputs.kv_lens, "rope": rope, "sinks": inputs.sinks, "cu_seqlens": cu_seqlens}
 
@@ -207,9 +208,9 @@ def _rotated(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int = 1) -> np.ndarray:
-    """Per row of lse: Expected.strength; 0 where nothing is seen or nothing is finite.
+    """Per row of lse: Expected.strength; 0 where nothing is visible or finite.
 
-    integers: None where nothing is quantized. power: of every factor before it is summed.
+    integers: None if nothing is quantized. power: of every factor before it is summed.
     """
     q, k = _rotated(case, inputs)
     if integers and integers.smooths:
@@ -249,7 +250,7 @@ def _strength(case: Case, inputs: Inputs, integers: Integers | None, power: int 
 
 
 def _mixed(x: np.ndarray, block: int) -> np.ndarray:
-    """x `[..., D]`, every `block` channels (zeros beyond D) times the orthogonal Hadamard matrix of that size."""
+    """x `[..., D]`, with every `block` channels (zeros beyond D) times the orthogonal Hadamard matrix of that size."""
     matrix = np.ones((1, 1))
     while len(matrix) < block:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]]) / np.sqrt(2)

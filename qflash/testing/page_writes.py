@@ -1,4 +1,4 @@
-"""Calls of `paged_write` in NumPy arrays, with memory around the pools that nobody may touch, and what they leave."""
+"""Calls of `paged_write` in NumPy arrays, with guard memory around the pools, and their expected results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROPES = {"half": (1, False), "interleaved": (1, True), "partial": (2, False), "
 
 @dataclass(frozen=True)
 class PageWrite:
-    """lens count the new tokens; `new`: how many each sequence gets, or for packed tokens a tuple of them."""
+    """lens includes the new tokens; `new`: the number per sequence, or a tuple of numbers for packed tokens."""
 
     dtype: str = "bfloat16"
     int8: bool = False
@@ -31,7 +31,7 @@ class PageWrite:
     lens: tuple[int, ...] = (5, 40, 17)
     new: int | tuple[int, ...] = 3
     rope: str | None = None  # one of _ROPES
-    rotary_dim: int = 0  # 0: head_dim, or half of it where the rope is partial
+    rotary_dim: int = 0  # 0: head_dim, or half of it if the rope is partial
     positions: bool = False
     mean: bool = False
     layout: str = "phtd"
@@ -42,7 +42,7 @@ class PageWrite:
         return isinstance(self.new, tuple)
 
     def __str__(self) -> str:
-        """What differs from the plainest case: a test's name."""
+        """The differences from the plainest case, as a test's name."""
         plain = PageWrite()
         words = [self.dtype, f"d{self.head_dim}", f"p{self.page_size}"]
         words += ["int8"] * self.int8 + ["packed"] * self.packed + [self.rope] * bool(self.rope)
@@ -54,7 +54,7 @@ class PageWrite:
 
 @dataclass
 class WriteArrays:
-    """The arrays of one call. A pool is the inside of `around`, which has a page more on either side."""
+    """The arrays of one call. A pool is the interior of `around`, which has one more page on either side."""
 
     around: dict[str, np.ndarray]  # k_pages, v_pages; k_scale, v_scale of int8 pages
     page_table: np.ndarray
@@ -71,13 +71,13 @@ class WriteArrays:
         self.pools = {name: x[1:-1] for name, x in self.around.items()}
 
     def copied(self) -> WriteArrays:
-        """The same call on pools of its own."""
+        """The same call on copies of the pools."""
         around = {name: x.copy() for name, x in self.around.items()}
         others = (self.page_table, self.lens, self.k, self.v, self.k_mean, self.rope, self.cu_seqlens, self.layout)
         return WriteArrays(around, *others)
 
     def replay(self) -> WriteArrays:
-        """What the call must leave, from the reference."""
+        """The expected pools after the call, from the reference."""
         after = self.copied()
         pools = {
             name: x.swapaxes(1, 2) if self.layout == "pthd" and x.ndim == 4 else x for name, x in after.pools.items()
@@ -90,7 +90,7 @@ class WriteArrays:
 
 
 def arrays_of(case: PageWrite) -> WriteArrays:
-    """Random tokens; pages dealt out in a random order, three times as many as it takes; pools full of other values."""
+    """Random tokens, pages assigned in random order from three times as many as needed, pools of other values."""
     rng = np.random.default_rng(case.seed)
     dtype = _DTYPES[case.dtype]
     batch, width, page = len(case.lens), case.head_dim, case.page_size
@@ -123,7 +123,7 @@ def arrays_of(case: PageWrite) -> WriteArrays:
 
 
 def check_written(got: WriteArrays, wanted: WriteArrays) -> None:
-    """The same bits in and around every pool; any NaN is as good as any other."""
+    """Check for the same bits in and around every pool; all NaNs are equal."""
     for name, theirs in wanted.around.items():
         mine = got.around[name]
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype), name
@@ -142,7 +142,7 @@ def on_device(x: WriteArrays, turn: Callable[[np.ndarray], Any] = np.asarray) ->
 
 
 def words_of(x: WriteArrays, turn: Callable[[np.ndarray], Any] = np.asarray) -> dict[str, Any]:
-    """The keywords of a call in any framework."""
+    """The keyword arguments of a call in any framework."""
     rope = x.rope
     if rope is not None:
         given = {one.name: getattr(rope, one.name) for one in fields(rope)}
@@ -151,14 +151,14 @@ def words_of(x: WriteArrays, turn: Callable[[np.ndarray], Any] = np.asarray) -> 
 
 
 def check_pools(kv: PagedKV, wanted: WriteArrays) -> None:
-    """Pages of any framework against those that the replay leaves."""
+    """Check pages of any framework against those from the replay."""
     got = wanted.copied()
     for name, pool in got.pools.items():
         pool[...] = to_numpy(getattr(kv, name))
     check_written(got, wanted)
 
 
-# Every dtype, page size, head_dim, kind of rope and way tokens come, not each with each.
+# Every dtype, page size, head_dim, kind of rope and form of new tokens, but not all combinations.
 CASES = (
     PageWrite(),
     PageWrite("float32", page_size=64, head_dim=128, rope="half", new=(1, 0, 12)),

@@ -1,4 +1,4 @@
-"""A Case whose keys and values stand in the pages of a cache."""
+"""A Case whose keys and values are in the pages of a cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from qflash.testing.case import Case, Inputs
 from qflash.testing.oracle import sequences
 
 PAGE_SIZES = (16, 32, 64, 128, 256)
-POOLS = ("phtd", "pthd", "gaps")  # how pools lie in memory; gaps: head-major with room between tokens and heads
-_TIMES = 3  # pages of the pool, in pages that are needed
+POOLS = ("phtd", "pthd", "gaps")  # memory layouts of pools; gaps: head-major with space between tokens and heads
+_TIMES = 3  # size of the pool, in multiples of the pages needed
 
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """A Case's arrays on pages (NumPy). rope rotates q alone."""
+    """A Case's arrays on pages (NumPy). rope rotates only q."""
 
     q: np.ndarray
     kv: PagedKV
@@ -45,11 +45,11 @@ def is_paged(kernel: str) -> bool:
 def on_pages(
     case: Case, inputs: Inputs, kernel: str | None = None, page_size: int | None = None, pool: str | None = None
 ) -> PagedInputs:
-    """The case's keys, rotated, and values in shuffled pages of a pool three times as large. kernel: the variant that
-    takes them; None takes the case's dtype.
+    """The case's keys, rotated, and values in shuffled pages of a pool three times as large as needed. kernel: the
+    variant that takes them; None takes the case's dtype.
 
-    Every slot that holds no token is NaN (in int8 any number, with a scale of NaN), and entries of the table that no
-    token needs point outside the pool. None: one page size, one way to lie in memory by turns, by the case's seed.
+    Every slot without a token is NaN (in int8 any number, with a scale of NaN), and entries of the table that no token
+    needs are out of range. page_size and pool are chosen by the case's seed if they are None.
     """
     int8 = kernel is not None and dispatch.VARIANTS[kernel].kv == "pages_int8"
     page_size = page_size or PAGE_SIZES[case.seed % len(PAGE_SIZES)]
@@ -65,7 +65,7 @@ def on_pages(
     k_scale, v_scale, k_mean = None, None, None
     if int8:
         k_pool[...], v_pool[...] = rng.integers(-128, 128, (2, *k_pool.shape), np.int8)
-        gap = 4 * (pool == "gaps")  # planes stay whole 16 bytes apart
+        gap = 4 * (pool == "gaps")  # planes are multiples of 16 bytes apart
         planes = np.full((2, pages, case.kv_heads + gap, page_size + gap), np.nan, np.float32)
         k_scale, v_scale = planes[:, :, : case.kv_heads, :page_size]
         if tokens and (case.data != "normal" or case.seed % 2):
@@ -97,14 +97,14 @@ def on_pages(
 
 @lru_cache(maxsize=64)
 def replayed(case: Case, kernel: str) -> tuple[np.ndarray, np.ndarray] | None:
-    """(out, lse) of the replay of a decode kernel on INT8 pages, float64; None for a kernel that has no replay."""
+    """(out, lse) of the replay of a decode kernel on INT8 pages, float64; None for a kernel without a replay."""
     if dispatch.VARIANTS[kernel].kv != "pages_int8" or dispatch.VARIANTS[kernel].device == "cpu":
         return None
     return replay_of(case, on_pages(case, case.make_inputs(), kernel))
 
 
 def replay_of(case: Case, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
-    """The same for pages that were made some other way."""
+    """The same for pages that were made in another way."""
     kv = inputs.kv
     pools = (x if kv.layout == "phtd" else x.swapaxes(1, 2) for x in (kv.k_pages, kv.v_pages))
     pages = (*pools, kv.k_scale, kv.v_scale, kv.page_table, kv.lens)
@@ -113,7 +113,7 @@ def replay_of(case: Case, inputs: PagedInputs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _mean(k: np.ndarray) -> np.ndarray:
-    """Of the keys that are finite, `[heads, head_dim]`."""
+    """The mean of the finite keys, `[heads, head_dim]`."""
     finite = np.isfinite(k).all(-1, keepdims=True)
     return (np.where(finite, k, 0).sum(0) / np.maximum(finite.sum(0), 1)).astype(np.float32)
 
@@ -135,13 +135,13 @@ def _tokens(
 
 
 def _pool(pages: int, heads: int, page_size: int, head_dim: int, dtype: str, how: str) -> np.ndarray:
-    """`[pages, heads, page_size, head_dim]` full of NaN, or of zeros."""
+    """`[pages, heads, page_size, head_dim]` filled with NaN, or with zeros."""
     nothing = 0 if dtype == "int8" else np.nan
     if how == "pthd":
         return np.full((pages, page_size, heads, head_dim), nothing, dtype).swapaxes(1, 2)
     if how == "phtd":
         return np.full((pages, heads, page_size, head_dim), nothing, dtype)
-    gap = 16  # rows stay whole chunks of 16 bytes, which is what copies in bulk need
+    gap = 16  # rows stay multiples of 16 bytes, as bulk copies require
     return np.full((pages, heads + 1, page_size + 1, head_dim + gap), nothing, dtype)[:, :heads, :page_size, :head_dim]
 
 

@@ -1,7 +1,7 @@
-"""Processes that are ranks of a torch.distributed group on the CPU, started once and given functions to call.
+"""Processes that are ranks of a torch.distributed group on the CPU, started once and then given functions to call.
 
-Nothing here waits without end: a rank that does not answer in time fails the call, and all ranks are killed with the
-process that started them.
+Every wait has a timeout: a rank that does not answer in time fails the call, and all ranks are killed with the process
+that started them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-TIMEOUT = 60.0  # seconds of a collective, and of a call
+TIMEOUT = 60.0  # seconds for a collective, and for a call
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a call gave on one rank: a value, or an exception as its class's name and its text."""
+    """The outcome of a call on one rank: a value, or an exception as its class name and text."""
 
     value: Any = None
     error: str = ""
@@ -29,7 +29,7 @@ class Answer:
 
 
 class Processes:
-    """`count` ranks of the default group, of gloo. They meet in `store`, a file that does not exist yet."""
+    """`count` ranks of the default group, with gloo. They rendezvous in `store`, a file that does not exist yet."""
 
     def __init__(self, count: int, store: Path) -> None:
         # Ranks are forks of one process that has imported everything and started no thread: PyTorch is slow to import.
@@ -44,10 +44,10 @@ class Processes:
         for process in self._processes:
             process.start()
         for _, there in pairs:
-            there.close()  # so that a process that dies is noticed
+            there.close()  # so that the end of a process is noticed
 
     def call(self, function: Callable[..., Any], *arguments: Any, seconds: float = TIMEOUT) -> list[Answer]:
-        """function(rank, *arguments) on every rank; a module must have it. An answer for each rank that is alive."""
+        """Call function(rank, *arguments), defined in a module, on every rank. Returns an Answer for each live rank."""
         for pipe in self._pipes:
             pipe.send((function, arguments))
         deadline = time.monotonic() + seconds

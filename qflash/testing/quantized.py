@@ -1,11 +1,11 @@
-"""attention on qflash.Quantized: modes, cases, and what rounding allows a kernel to differ by.
+"""attention on qflash.Quantized: modes, cases, and the differences that rounding allows.
 
-Whatever the mode, integers stand for exact numbers, and sums of their products are exact. So a kernel is held against
+In every mode, integers represent exact numbers, and sums of their products are exact. So a kernel is compared with
 float64 attention on those numbers, row by row, relative to the row's sum of weight times |v|. With unit roundoff u of
-the result's dtype (2^-11 for float16, 2^-8 for bfloat16), a kernel may round weights and results, 2 u, and where V is
-INT8 also what it stands for, 3 u. A score it computes in float32 from an integer and a rounded slope may be
-off by s = SCORE_UNITS times what the score gains when the integer grows by 1, which moves weights by 2 s. lse is the
-logarithm of a sum of weights: u + s, and FLOAT32 of what it is made of.
+the result's dtype (2^-11 for float16, 2^-8 for bfloat16), a kernel may round weights and results, 2 u, and if V is INT8
+also the values it represents, 3 u. A score computed in float32 from an integer and a rounded slope may have an error of
+s = SCORE_UNITS times the change of the score when the integer grows by 1, which changes weights by 2 s. lse is the
+logarithm of a sum of weights: u + s, and FLOAT32 of its terms.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FLOAT32 = 4e-6
 _TOKEN = {"granularity": "token"}
 _GROUP = {"granularity": "group", "group": 16}
 _ZERO_POINT = {"granularity": "tensor", "symmetric": False}
-# How q, k and v are quantized; None: v stays as it is.
+# How q, k and v are quantized; None: v is not.
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
     "groups": (_TOKEN, {**_GROUP, "smooth": True}, None),
     "groups_integer_v": (_TOKEN, {**_GROUP, "smooth": True}, _GROUP),
@@ -43,7 +43,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]] =
 
 @dataclass(frozen=True)
 class QuantizedCase:
-    """A Case whose arrays are quantized before attention sees them."""
+    """A Case whose arrays are quantized before attention."""
 
     case: Case
     mode: str
@@ -60,7 +60,7 @@ class QuantizedCase:
         return MODES[self.mode][2] is not None
 
     def inputs(self) -> tuple[Any, Any, Any, np.ndarray | None]:
-        """q and k as Quantized, v as the mode has it, kv_lens; NumPy. Keys that do not exist take no part in scales."""
+        """q and k as Quantized, v by the mode, kv_lens; NumPy. Keys that do not exist do not affect scales."""
         inputs = self.case.make_inputs()
         q_words, k_words, v_words = MODES[self.mode]
         q = qflash.quantize(inputs.q, **q_words)
@@ -69,14 +69,14 @@ class QuantizedCase:
         return q, k, v, inputs.kv_lens
 
     def score_error(self) -> float:
-        """What a score may be off by."""
+        """The allowed error of a score."""
         q, k, *_ = self.inputs()
         scale = self.case.head_dim**-0.5 if self.case.scale is None else abs(self.case.scale)
         largest = [np.nanmax(np.asarray(x.scale), initial=0.0) for x in (q, k)]
         return SCORE_UNITS * scale * largest[0] * largest[1] + FLOAT32
 
     def expected(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(out, lse, weight of each row as `lse` has them), float64."""
+        """(out, lse, weight of each row in the order of `lse`), float64."""
         q, k, v, kv_lens = self.inputs()
         q, k, v = (x if isinstance(x, np.ndarray) else meant(x) for x in (q, k, v))
         words = {**self.case.options(), "kv_lens": kv_lens}
@@ -87,7 +87,7 @@ class QuantizedCase:
 
 
 def meant(x: qflash.Quantized) -> np.ndarray:
-    """The numbers that integers stand for, float32."""
+    """The numbers that integers represent, float32."""
     group = {"tensor": None, "token": 1, "group": x.group}[x.granularity]
     return dequantize(x.values, np.asarray(x.scale), _one(x.zero_point), x.mean, group=group)
 
@@ -97,7 +97,7 @@ def _one(zero_point: Any) -> np.ndarray | None:
 
 
 def check_meant(case: QuantizedCase, out: np.ndarray, lse: np.ndarray) -> None:
-    """Hold a result against attention on what the integers stand for."""
+    """Check a result against attention on the numbers that the integers represent."""
     want, want_lse, weight = case.expected()
     assert out.dtype == case.case.dtype and out.shape == want.shape and lse.shape == want_lse.shape
     out, lse = out.astype(np.float64), lse.astype(np.float64)

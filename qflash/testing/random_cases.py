@@ -1,4 +1,4 @@
-"""Random problems. One generator, fed by a seed (anywhere, no extra package) or by hypothesis (which also shrinks)."""
+"""Random problems. One generator, driven by a seed (no extra package) or by hypothesis (which also shrinks)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD_DIMS = (1, 2, 3, 4, 7, 8, 16, 20, 32, 33, 64, 72, 80, 96, 100, 128, 160, 1
 
 
 class Chooser(Protocol):
-    """Where the choices come from. Simple choices come first, so that a shrinker finds the simple case."""
+    """The source of choices. Simple choices come first, so that a shrinker finds the simple case."""
 
     def integer(self, low: int, high: int) -> int: ...
 
@@ -23,7 +23,7 @@ class Chooser(Protocol):
 
 
 class Seeded:
-    """Choices of a NumPy generator."""
+    """Choices from a NumPy generator."""
 
     def __init__(self, seed: int):
         self._rng = np.random.default_rng(seed)
@@ -36,7 +36,7 @@ class Seeded:
 
 
 def random_case(chooser: Chooser, dtypes: Sequence[str] = DTYPES) -> Case:
-    """One random problem: shapes, options, data and layout, every combination a user could write."""
+    """One random problem: shapes, options, data and layout, in any combination that a user could write."""
     kv_heads = chooser.integer(1, 3)
     head_dim = chooser.choice(_HEAD_DIMS)
     words = {

@@ -1,6 +1,6 @@
-"""Same input, same bits, however often: a few problems run many times over on arrays that stay where they are.
+"""Same input, same bits, in every run: a few problems run many times on arrays at fixed addresses.
 
-A missing barrier shows itself once in hundreds of runs, and only where many blocks are in flight.
+A missing barrier shows up once in hundreds of runs, and only if many blocks are in flight.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from qflash.testing import runner
 from qflash.testing.case import Case, Rotary
 from qflash.testing.compare import check_same_bits
 
-# Among them every dtype, so that each kernel serves one; more blocks than an H200 has multiprocessors, tiles that are
-# full, masked and cut.
+# They include every dtype, so that each kernel supports one, more blocks than an H200 has SMs, and tiles that are full,
+# masked and cut.
 _MANY = {"batch": 2, "q_heads": 8, "kv_heads": 8}
 REPEATED = (
     Case("repeat_causal", 1000, 1000, head_dim=128, dtype="float16", causal=True, **_MANY | {"kv_heads": 2}),
@@ -25,9 +25,9 @@ REPEATED = (
 
 
 def check_repeats(kernel: str, times: int, load: Callable[[int], None] | None = None) -> int:
-    """Run each problem that `kernel` serves `times` times; ContractError if one differs. Returns how many it serves.
+    """Run each problem that `kernel` supports `times` times; ContractError if one differs. Returns their number.
 
-    load(i): what else the machine is given to do beside run i.
+    load(i): additional work for the machine during run i.
     """
     if dispatch.VARIANTS[kernel].kernel.op == "attention_backward":
         return _check_repeated_gradients(kernel, times, load)

@@ -1,4 +1,4 @@
-"""What qflash.rope gives, against its definition: how many roundings it may be away (docs/numerics.md)."""
+"""Results of qflash.rope against its definition: the allowed number of roundings (docs/numerics.md)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from qflash import reference
 from qflash.rotary import Rope
 
 UNIT = 2.0**-24  # of float32, in which channels are rotated
-STORED_UNIT = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of the rounding to the result's type
-_LEAST = 2.0**-25  # half a step between the denormals of float16
+STORED_UNIT = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # of rounding to the result's dtype
+_LEAST = 2.0**-25  # half a step between float16 subnormals
 
 
 def check_rotated(
@@ -28,8 +28,8 @@ def check_rotated(
 
 
 def _magnitudes(x: np.ndarray, rope: Rope, places: np.ndarray | None) -> np.ndarray:
-    """|a cos| + |b sin| of each channel: of a pair, one direction adds its first channel's terms, the other the
-    second's."""
+    """|a cos| + |b sin| of each channel. In each pair, one direction of rotation gives the terms of the first channel,
+    the other those of the second."""
     cos, sin = (np.abs(np.asarray(table, np.float64)) for table in (rope.cos, rope.sin))
     there, back = (Rope(cos, sign * sin, rope.interleaved) for sign in (1, -1))
     whole = np.abs(x.astype(np.float64))

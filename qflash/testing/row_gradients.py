@@ -1,10 +1,10 @@
 """Gradients of softmax, layer_norm and cross_entropy: the cases of rows.py with gradients of results, and bounds.
 
-As there, kernels compute in float32, u = 2^-24, and what is allowed counts roundings, element by element:
+As there, kernels compute in float32, u = 2^-24, and bounds count roundings per element:
 
 softmax_bwd        with delta = sum of out dout: the sum has 32 u of sum |out dout|, difference and products 4 u.
-layer_norm_bwd     with z = (x - mean) rstd: rstd is given with 32 u, z found with 32 u (1 + |z|); the means over the
-                   row, of g = dout weight and of g z, have as much of the mean magnitude of what they sum. Sums over
+layer_norm_bwd     with z = (x - mean) rstd: rstd is given with 32 u, z computed with 32 u (1 + |z|); the means over
+                   the row, of g = dout weight and of g z, have as much of the mean magnitude of their terms. Sums over
                    rows: 64 rows in float32, and then in double.
 cross_entropy_bwd  a weight exp(logit - lse) has the error of lse, 32 u (1 + lse - max) + u |lse|, and 32 + 4 d of
                    roundings at a distance d from lse.
@@ -29,7 +29,7 @@ GRADIENTS = ("softmax_backward", "layer_norm_backward", "cross_entropy_backward"
 
 @dataclass(frozen=True)
 class Cotangents:
-    """Gradients of results: `rows` like out, as it lies in memory; `first` and `second` a number for each row."""
+    """Gradients of results: `rows` with the layout of out; `first` and `second` a number per row."""
 
     rows: np.ndarray
     first: np.ndarray
@@ -37,7 +37,7 @@ class Cotangents:
 
 
 def cotangents_of(case: RowCase) -> Cotangents:
-    """Normal numbers; where x has planted values, the last rows have some of them here, too."""
+    """Normal numbers; if x has planted values, the last rows have some of them here, too."""
     x = RowCase(case.rows, case.columns, case.dtype, start=case.gap, gap=case.start).make()
     rng = np.random.default_rng(case.columns + 1)
     if case.data in ("nan", "infinite"):
@@ -47,7 +47,7 @@ def cotangents_of(case: RowCase) -> Cotangents:
 
 
 def gradient_call(operation: str) -> tuple[Op, list[np.ndarray | None], tuple[Any, ...]]:
-    """A small call of a backward operation: it, its arrays and its words."""
+    """A small call of a backward operation: the operation, its arrays and its other arguments."""
     op = next(op for op in OPS if op.name == operation)
     case = RowCase(7, 41)
     x, g, vector, targets = case.make(), cotangents_of(case), case.columns_vector(1), case.targets()
@@ -71,7 +71,7 @@ def _finite(bound: np.ndarray) -> np.ndarray:
 
 
 def check_softmax_backward(out: np.ndarray, dout: np.ndarray, dx: np.ndarray, scale: float = 1.0) -> None:
-    """`dx` is softmax's gradient by its own result, within the bounds above."""
+    """Check that `dx` is softmax's gradient, given its own result, within the bounds above."""
     want = reference.softmax_backward(out, dout, scale)
     with np.errstate(invalid="ignore", over="ignore"):
         p, g = out.astype(np.float64), dout.astype(np.float64)
@@ -81,7 +81,7 @@ def check_softmax_backward(out: np.ndarray, dout: np.ndarray, dx: np.ndarray, sc
 
 
 def check_layer_norm_backward(x, weight, dout, eps, dx, dweight=None, dbias=None, dmean=None, drstd=None) -> None:
-    """`dx`, and dweight and dbias where they are given, are layer_norm's gradients, within the bounds above."""
+    """Check that `dx`, and dweight and dbias if given, are layer_norm's gradients, within the bounds above."""
     want, want_weight, want_bias = reference.layer_norm_backward(x, weight, dout, eps, dmean, drstd)
     z, _, rstd = reference.layer_norm(x, None, None, eps)
     with np.errstate(invalid="ignore", over="ignore"):
@@ -99,7 +99,7 @@ def check_layer_norm_backward(x, weight, dout, eps, dx, dweight=None, dbias=None
 
 
 def check_cross_entropy_backward(x, targets, dlogits, dlosses, dlse=None, *, smoothing=0.0, ignore_index=-100) -> None:
-    """`dlogits` is cross_entropy's gradient, within the bounds above."""
+    """Check that `dlogits` is cross_entropy's gradient, within the bounds above."""
     want = reference.cross_entropy_backward(x, targets, dlosses, dlse, ignore_index, smoothing)
     with np.errstate(invalid="ignore", over="ignore"):
         s, p = x.astype(np.float64), reference.softmax(x)

@@ -1,14 +1,14 @@
-"""softmax, layer_norm and cross_entropy: one list of cases, and what rounding allows a kernel to differ by.
+"""softmax, layer_norm and cross_entropy: a list of cases, and the differences that rounding allows.
 
-Kernels compute in float32, with unit roundoff u = 2^-24, and round the result to x's dtype once. What is allowed,
-against the float64 definition of qflash/reference/operations.py and element by element, counts roundings:
+Kernels compute in float32, with unit roundoff u = 2^-24, and round the result to x's dtype once. Bounds against the
+float64 definition of qflash/reference/operations.py count roundings per element:
 
 softmax        a weight exp(-d), d the distance of a score from the largest, has relative error 3 u d from the three
                roundings of its argument and 2^-22 = 4 u from the exponential, twice where maxima are reconciled; sums
-               are trees of at most 16 levels, the quotient has 3 roundings: relative (32 + 4 d) u. Results that float32
-               cannot hold as normal numbers may become 0.
+               are trees of at most 16 levels, the quotient has 3 roundings: relative (32 + 4 d) u. Results below the
+               normal numbers of float32 may become 0.
 layer_norm     with z = (x - mean) rstd: mean and deviations are sums of differences from a number of the row's own
-               size, which no offset harms: 32 u (1 + |z|) |weight| + 2 u |out|.
+               size, which no offset affects: 32 u (1 + |z|) |weight| + 2 u |out|.
 cross_entropy  differences first: 32 u (1 + ln l) for ln l, and 4 u of each difference that is added to it; a mean of
                logits has 16 u of their mean magnitude.
 """
@@ -29,7 +29,7 @@ WHAT = ("softmax", "layer_norm", "cross_entropy")
 
 @dataclass(frozen=True)
 class RowCase:
-    """A matrix: its size, what is in it, how it lies in memory (elements before its first row and between rows)."""
+    """A matrix: its size, its data, and its memory layout (elements before its first row and between rows)."""
 
     rows: int
     columns: int
@@ -59,12 +59,12 @@ class RowCase:
         return targets
 
     def columns_vector(self, seed: int) -> np.ndarray:
-        """For weight and bias."""
+        """A vector for weight or bias."""
         return np.random.default_rng(seed).standard_normal(self.columns).astype(self.dtype)
 
 
 def _planted(*values: float):
-    """Normal numbers; row i has values[i] in one of its columns, from the front and from the back in turn."""
+    """Normal numbers; row i has values[i] in one of its columns, alternating from the front and from the back."""
 
     def make(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
         x = rng.standard_normal(shape)
@@ -76,12 +76,12 @@ def _planted(*values: float):
 
 
 def _of_value(*values: float):
-    """Row i holds values[i] throughout."""
+    """All of row i is values[i]."""
     return lambda rng, shape: np.resize(np.array(values), shape[0])[:, None] * np.ones(shape)
 
 
 def _narrow(rng: np.random.Generator, shape: tuple[int, int]) -> np.ndarray:
-    """Rows whose squares float32 cannot hold, one of them far from zero for its width."""
+    """Rows whose squares underflow float32, one of them far from zero relative to its width."""
     widths = np.resize([1e-15, 1e-22, 1e-30, 1e-34, 1e-30], shape[0])[:, None]
     return widths * (rng.standard_normal(shape) + np.resize([0, 0, 0, 0, 1000], shape[0])[:, None])
 
@@ -146,7 +146,7 @@ def check_close(what: str, got: np.ndarray, want: np.ndarray, bound: np.ndarray 
 
 
 def check_softmax(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
-    """`out` is softmax(scale x), within the bounds above."""
+    """Check that `out` is softmax(scale x), within the bounds above."""
     want = reference.softmax(x, scale)
     with np.errstate(invalid="ignore"):
         s = scale * x.astype(np.float64)
@@ -156,7 +156,7 @@ def check_softmax(x: np.ndarray, out: np.ndarray, scale: float = 1.0) -> None:
 
 
 def check_layer_norm(x, weight, bias, eps, out, mean=None, rstd=None) -> None:
-    """`out`, and mean and rstd where they are given, are layer_norm's, within the bounds above."""
+    """Check that `out`, and mean and rstd if given, are layer_norm's, within the bounds above."""
     want, want_mean, want_rstd = reference.layer_norm(x, weight, bias, eps)
     z = reference.layer_norm(x, None, None, eps)[0]
     scale = 1.0 if weight is None else np.abs(weight.astype(np.float64))
@@ -172,7 +172,7 @@ def check_layer_norm(x, weight, bias, eps, out, mean=None, rstd=None) -> None:
 def check_cross_entropy(
     x, targets, losses, *, smoothing=0.0, ignore_index=-100, lse=None, total=None, mean=True
 ) -> None:
-    """`losses`, and lse and total where they are given, are cross_entropy's, within the bounds above."""
+    """Check that `losses`, and lse and total if given, are cross_entropy's, within the bounds above."""
     want, want_lse, want_sum, want_mean = reference.cross_entropy(x, targets, ignore_index, smoothing)
     with np.errstate(invalid="ignore"):
         s = x.astype(np.float64)
@@ -190,6 +190,6 @@ def check_cross_entropy(
         if total is not None:
             allowed, counted = bound.sum() + U * np.nansum(np.abs(want)), max(int((targets != ignore_index).sum()), 1)
             wanted = np.array([want_mean if mean else want_sum])
-            if (np.abs(want) > np.finfo(np.float32).max).any():  # a loss that float32 cannot hold is infinite
+            if (np.abs(want) > np.finfo(np.float32).max).any():  # a loss that overflows float32 is infinite
                 wanted = np.sign(wanted) * np.inf
             check_close("total", np.asarray(total).reshape(1), wanted, allowed / counted if mean else allowed)

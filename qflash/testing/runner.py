@@ -1,4 +1,4 @@
-"""Run a Case on a kernel, through any front end, and hold the result against the contract. Needs no pytest."""
+"""Runs a Case on a kernel, through any front end, and checks the result against the contract. Needs no pytest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from qflash.testing import compare, emulator, interpreted, kept, oracle, paged
 from qflash.testing.case import Case, Inputs
 
 FRAMEWORKS = ("native", "native-cuda", "emulated", "interpreted", "numpy", "torch", "torch-cuda", "jax")
-_GUARD = 64  # values on either side of an output that must come back untouched
+_GUARD = 64  # values on either side of an output that must be unchanged
 
 
 def run_case(
@@ -39,10 +39,11 @@ def run_case(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(out, lse) of `case` as NumPy arrays.
 
-    "native", "native-cuda", "emulated" and "interpreted" call the kernel's entry on outputs filled with NaN, so that a
-    value nobody wrote shows; all but the second also fail if anything around the outputs was touched. The others go
-    through `qflash.attention`. "emulated" runs a CUDA kernel's source on the CPU, in an order drawn from `seed`, and
-    "interpreted" a Triton kernel's. out_shift: elements that "native-cuda" lets out begin past a whole 16 bytes.
+    "native", "native-cuda", "emulated" and "interpreted" call the kernel's entry on outputs filled with NaN, so that
+    values that were not written are detected; all but the second also fail if memory around the outputs was written to.
+    The others go through `qflash.attention`. "emulated" runs a CUDA kernel's source on the CPU, in an order determined
+    by `seed`, and "interpreted" a Triton kernel's. out_shift: elements between a multiple of 16 bytes and the start of
+    out in "native-cuda".
     """
     inputs = case.make_inputs()
     if framework == "native":
@@ -73,11 +74,10 @@ def run_backward(
     arch: int | None = None,
     memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(dq, dk, dv) of a kernel of gradients for the case's dout and dlse, in poisoned buffers, with up to `memory`
-    bytes for dS.
+    """(dq, dk, dv) of a backward kernel for the case's dout and dlse, in poisoned buffers. memory: bytes for dS.
 
-    `framework` is "native", "native-cuda" or "emulated", as in `run_case`. out and lse are those of the forward kernel
-    that calls of this kind would have run. arch: what "emulated" emulates; None: emulator.arch().
+    `framework` is "native", "native-cuda" or "emulated", as in `run_case`. out and lse are from the forward kernel that
+    such calls would have run. arch: emulated by "emulated"; None: emulator.arch().
     """
     plan, arrays = planned_backward(case, kernel, framework, num_threads, memory)
     if framework == "native-cuda":
@@ -106,8 +106,8 @@ def planned_backward(
 
 
 def _forward_results(case: Case, kernel: str, framework: str, num_threads: int) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) that a backward pass starts from: of a forward kernel that rounds rotated q and k as `kernel` does, by
-    which lse differs where scores are large."""
+    """(out, lse) for a backward pass, from a forward kernel that rounds rotated q and k as `kernel` does: where scores
+    are large, lse depends on that."""
     keeps_float32 = kernel == "fa_bwd"  # as fa and the CPU engine do; the others multiply 16 bits
     if framework == "native-cuda":
         return run_case(case, "fa" if keeps_float32 else None, framework)
@@ -124,7 +124,7 @@ def check_backward(
     seed: int = 0,
     memory: int = DEFAULT_BACKWARD_MEMORY,
 ) -> compare.Errors:
-    """Run the gradients of `case` twice and hold them against the contract. Returns the error figures of the worst."""
+    """Run the gradients of `case` twice and check them against the contract. Returns the largest error figures."""
     how = f", {kernel!r}, {framework!r}" + (f", seed={seed}" if seed else "")
     how += f", memory={memory}" if memory != DEFAULT_BACKWARD_MEMORY else ""
     first = run_backward(case, kernel, framework, seed=seed, memory=memory)
@@ -135,7 +135,7 @@ def check_backward(
 
 
 def arrays_of(inputs: Inputs) -> dict[str, Any]:
-    """The arrays of a call that are there, by the names that plans have for them."""
+    """The arrays of a call that exist, by their names in plans."""
     rope = inputs.rope
     tables = {} if rope is None else {f"rope.{name}": getattr(rope, name) for name in _ROPE}
     named = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "kv_lens": inputs.kv_lens, **tables}
@@ -147,7 +147,7 @@ _ROPE = ("cos", "sin", "positions_q", "positions_k")
 
 
 def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndarray], num_threads: int = 0) -> None:
-    """Call a CPU kernel on NumPy arrays as they are."""
+    """Call a CPU kernel on unchanged NumPy arrays."""
     if prepared.plan.nothing_to_do:
         for x in results:
             x[...] = 0
@@ -157,9 +157,9 @@ def launch(prepared: Prepared, arrays: dict[str, Any], results: Sequence[np.ndar
 
 
 def check(case: Case, kernel: str | None = None, framework: str = "native", seed: int = 0) -> compare.Errors:
-    """Run `case` twice and hold it against the contract: what a repro line calls. Returns the error figures.
+    """Run `case` twice and check it against the contract, as repro lines do. Returns the error figures.
 
-    seed: of the emulator's schedule; the second run has the next.
+    seed: of the emulator's schedule; the second run uses the next one.
     """
     name = kernel or default_kernel(case, framework)
     how = f", {name!r}, {framework!r}" + (f", seed={seed}" if seed else "")
@@ -172,14 +172,14 @@ def check(case: Case, kernel: str | None = None, framework: str = "native", seed
     replay = paged.replayed(case, name) if _is_paged(name) else oracle.replayed(case, name)
     if replay is not None:
         compare.check_replay(case, *first, replay, how, oracle.weights_dtype(case, name))
-    if framework != "interpreted":  # which knows one order alone
+    if framework != "interpreted":  # which has only one order
         compare.check_same_bits(case, first, run_case(case, name, framework, seed=seed + 1), how)
     return errors
 
 
 def suited(case: Case, kernel: str, arch: int) -> Case:
-    """`case` as `kernel` takes it on a GPU of `arch`: in its own dtype where it can be, else one by turns, and with the
-    next head_dim that is served. As it is where the kernel has no code for the GPU."""
+    """`case` in a form that `kernel` supports on a GPU of `arch`: in its own dtype if supported, else in one chosen in
+    turn, and with the next supported head_dim. Unchanged if the kernel has no code for the GPU."""
     variant = dispatch.VARIANTS[kernel]
     row = variant.kernel
     if row.few_rows and not case.packed:
@@ -199,14 +199,14 @@ def suited(case: Case, kernel: str, arch: int) -> Case:
 
 
 def refusals(case: Case, kernel: str, arch: int) -> list[str]:
-    """Why dispatch refuses `case` to `kernel` on a GPU of `arch`; empty when it is served."""
+    """Why dispatch rejects `case` for `kernel` on a GPU of `arch`; empty if it is supported."""
     row = dispatch.VARIANTS[kernel].kernel
     plan, _ = planned(case, case.make_inputs(), kernel, row.device)
     return dispatch.reasons(row, plan.spec(arch))
 
 
 def default_kernel(case: Case, framework: str = "native") -> str:
-    """The kernel dispatch would choose for `case`."""
+    """The kernel that dispatch would select for `case`."""
     if framework == "emulated":
         problem = problem_of(case, case.make_inputs(), None, "cuda")
         return dispatch.choose(problem.spec(emulator.arch())).name
@@ -258,7 +258,7 @@ def planned(case: Case, inputs: Inputs, kernel: str | None, device: str) -> tupl
 
 
 def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) -> tuple[Any, Any]:
-    """`qflash.attention` or `attention_varlen` on pages, of any framework."""
+    """`qflash.attention` or `attention_varlen` on pages, in any framework."""
     pages = paged.on_pages(case, inputs, kernel)
     turn = converter(framework)
     parts = {field.name: getattr(pages.kv, field.name) for field in fields(pages.kv)}
@@ -272,7 +272,7 @@ def _call_paged(case: Case, inputs: Inputs, kernel: str | None, framework: str) 
 
 
 def _call_kept(case: Case, inputs: Inputs, kernel: str | None, framework: str) -> tuple[Any, Any]:
-    """`qflash.attention` on a QuantizedKV, of any framework."""
+    """`qflash.attention` on a QuantizedKV, in any framework."""
     quantized, turn = kept.on_kept(case, inputs), converter(framework)
     words = {**case.options(), "rope": _converted_rope(quantized.rope, turn), "kernel": named_kernel(kernel)[0]}
     words["sinks"] = None if quantized.sinks is None else turn(quantized.sinks)
@@ -280,7 +280,7 @@ def _call_kept(case: Case, inputs: Inputs, kernel: str | None, framework: str) -
 
 
 def named_kernel(variant: str | None) -> tuple[str | None, str | None]:
-    """The words `kernel` and `precision` of a call that asks for a variant of a kernel."""
+    """The arguments `kernel` and `precision` of a call that requests a variant of a kernel."""
     if variant is None:
         return None, None
     found = dispatch.VARIANTS[variant]
@@ -324,7 +324,7 @@ def _optional(inputs: Inputs) -> tuple[np.ndarray | None, ...]:
 
 
 def converter(framework: str) -> Callable[[np.ndarray], Any]:
-    """From NumPy's arrays to those of a framework."""
+    """A conversion from NumPy's arrays to those of a framework."""
     if framework == "numpy":
         return lambda x: x
     if framework == "jax":
@@ -357,7 +357,7 @@ def to_torch(x: np.ndarray, device: str = "cpu") -> Any:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """Any framework's array as NumPy."""
+    """Any framework's array as a NumPy array."""
     if isinstance(x, np.ndarray):
         return x
     if type(x).__module__.partition(".")[0] == "torch":
@@ -371,7 +371,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 class _Guarded:
-    """A contiguous output full of NaN, between two guards that nobody may touch."""
+    """A contiguous output filled with NaN, between two guards that must not be written to."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str):
         size = int(np.prod(shape))
@@ -381,7 +381,7 @@ class _Guarded:
         self.array = whole[_GUARD : _GUARD + size].reshape(shape)
 
     def checked(self, name: str) -> np.ndarray:
-        """The output, or ContractError if a guard was touched."""
+        """The output, or ContractError if a guard was written to."""
         for side, guard in zip(("before", "after"), self._guards, strict=True):
             if guard.tobytes() != self._untouched:
                 raise compare.ContractError(f"memory {side} {name} was written to; allowed: only {name} itself")
@@ -412,9 +412,9 @@ def _run_native_cuda(case: Case, inputs: Inputs, kernel: str | None, out_shift: 
 
 
 class CudaCall:
-    """A plan on the current GPU with arrays that stay where they are.
+    """A plan on the current GPU with arrays at fixed addresses.
 
-    first_shift: elements that the first result begins past a whole 16 bytes.
+    first_shift: elements between a multiple of 16 bytes and the start of the first result.
     """
 
     def __init__(self, plan: Plan, arrays: dict[str, Any], first_shift: int = 0):
@@ -431,7 +431,7 @@ class CudaCall:
             self._results.append(room[shift:].view(result.shape))
 
     def run(self) -> list[np.ndarray]:
-        """The results, which are full of NaN before."""
+        """The results, which are filled with NaN beforehand."""
         import torch
 
         if self._prepared.plan.nothing_to_do:
@@ -454,7 +454,7 @@ def _run_emulated(case: Case, inputs: Inputs, kernel: str | None, seed: int) -> 
 def run_interpreted(
     case: Case, kernel: str, arch: int = interpreted.ARCH, changed: dict[str, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(out, lse) of a Triton kernel, in the interpreter's process. changed: arrays in the place of the case's own."""
+    """(out, lse) of a Triton kernel, in the interpreter's process. changed: arrays that replace the case's own."""
     plan, arrays = planned(case, case.make_inputs(), kernel, "cuda")
     arrays |= changed or {}
     out, lse = (_Guarded(result.shape, result.dtype) for result in plan.results)
@@ -467,7 +467,7 @@ def run_interpreted(
 
 
 def arch_of(device: str) -> int:
-    """The architecture kernels are chosen for on the current GPU; 0 for the CPU."""
+    """The architecture that kernels are selected for on the current GPU; 0 for the CPU."""
     if device == "cpu":
         return 0
     import torch

@@ -1,10 +1,10 @@
-"""Small problems that between them take every path of every CUDA kernel, to be run under compute-sanitizer.
+"""Small problems that together take every path of every CUDA kernel, for runs under compute-sanitizer.
 
 compute-sanitizer --tool memcheck python -m qflash.testing.sanitize             (everything)
-compute-sanitizer --tool memcheck python -m qflash.testing.sanitize sm90_fwd    (these attention kernels alone)
+compute-sanitizer --tool memcheck python -m qflash.testing.sanitize sm90_fwd    (only these attention kernels)
 
-Arrays are made and judged on the host: initcheck watches qflash's kernels only, and would take what PyTorch's write
-for memory nobody wrote.
+Arrays are made and checked on the host: initcheck watches only qflash's kernels, and would consider memory written by
+PyTorch uninitialized.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from qflash.testing.linear_problems import LinearProblem, check_near, gradients,
 from qflash.testing.op_cases import CASES, OpCase
 from qflash.testing.runner import arch_of, named_kernel, refusals, run_backward, run_case, suited, to_torch
 
-# One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, non-finite values.
+# One of each kind: masks, lengths, layouts, head dims on either side of a bucket, dtypes, nonfinite values.
 NAMES = (
     "gqa_8_2", "window_both", "padding", "packed", "rope_half", "rope_partial_interleaved", "dim_3", "dim_100",
     "dim_136", "dim_255", "layout_gaps_half", "nan_v", "softcap", "float16_rope", "bfloat16_odd_dim",
@@ -38,7 +38,7 @@ NAMES = (
 
 
 def main(only: list[str]) -> None:
-    """Every case on every CUDA kernel of attention, what no case holds (long rows, bad lengths), operations."""
+    """Run every case on every CUDA attention kernel, long rows and bad lengths, which no case has, and operations."""
     import torch
 
     arch = arch_of("cuda")
@@ -80,7 +80,7 @@ def main(only: list[str]) -> None:
 
 
 def _pages(arch: int, only: list[str]) -> None:
-    """The same cases on pages, and a table of which an entry points nowhere."""
+    """Run the same cases on pages, and a page table with an entry out of range."""
     import torch
 
     for row in (row for kv in ("pages", "pages_int8") for row in dispatch.variants_of("attention", "cuda", kv)):
@@ -102,7 +102,7 @@ def _pages(arch: int, only: list[str]) -> None:
 
 
 def _kept_keys(arch: int, only: list[str]) -> None:
-    """quantize_kv, and attention on what it leaves: every bucket, rope, lengths, random rounding, a NaN in k and v."""
+    """Run quantize_kv, and attention on its result: every bucket, rope, lengths, random rounding, a NaN in k and v."""
     import torch
 
     kept = dispatch.variants_of("attention", "cuda", "kept")
@@ -124,7 +124,7 @@ def _kept_keys(arch: int, only: list[str]) -> None:
 
 
 def _page_writes() -> None:
-    """Every case of paged_write, then tables, lengths and offsets that name places which are not there."""
+    """Run every case of paged_write, then tables, lengths and offsets that are out of range."""
     import torch
 
     def turn(x: np.ndarray) -> torch.Tensor:
@@ -144,7 +144,7 @@ def _page_writes() -> None:
 
 
 def _hopper_layers(arch: int) -> None:
-    """Both tiles of sm90_gemm, clusters, splits, either layout, copies of what TMA cannot walk, every epilogue."""
+    """Both tiles of sm90_gemm, clusters, splits, both layouts, copies of what TMA cannot address, every epilogue."""
     if dispatch.arch_reasons(dispatch.BY_NAME["sm90_gemm"], arch):
         return
     full = {"bias": "float32", "residual": True, "pre": True}
@@ -161,14 +161,14 @@ def _hopper_layers(arch: int) -> None:
 
 
 def _takes(kernel: str, layout: str) -> bool:
-    """Does it take int8 weights that are contiguous so?"""
+    """Whether the kernel supports int8 weights with this contiguous dimension."""
     row = dispatch.BY_NAME[kernel]
     spec = Spec("cuda", row.min_arch, "int32", precision="int8", op="linear", layout=layout)
     return not dispatch.reasons(row, spec)
 
 
 def _products(kernel: str) -> int:
-    """Every way operands get into shared memory, tails on every side, both tile sizes, vector and single stores."""
+    """Every path of operands into shared memory, tails on every side, both tile sizes, vector and scalar stores."""
     import torch
 
     count = 0
@@ -186,17 +186,17 @@ def _products(kernel: str) -> int:
     return count
 
 
-# m, n, k: tails on every side, one tile and several, no depth. The last has a wide tile for each multiprocessor.
+# m, n, k: tails on every side, one tile and several, k = 0. The last has a wide tile for each SM.
 LAYERS = ((130, 144, 72), (37, 75, 45), (3, 5, 0), (2104, 2112, 136))
 
 
 def _linear_layers(arch: int) -> None:
-    """Every activation in every layout, aligned and not, on the portable kernels of linear layers; gradients on all."""
+    """Every activation in every layout, aligned and not, on the portable linear-layer kernels; gradients on all."""
     portable = [row for row in dispatch.kernels_of("linear", "cuda") if row.later_arches and "native" in row.precisions]
     for kernel in (*portable, *dispatch.kernels_of("linear_backward", "cuda")):
         count = 0
         for dtype, shape, activation in product(kernel.dtypes, LAYERS, ACTIVATIONS):
-            large = shape == LAYERS[-1]  # float64 takes its time
+            large = shape == LAYERS[-1]  # float64 is slow
             if large and activation not in ("", "swiglu"):
                 continue
             for x_layout, w_layout, at_end in product("km", "kn", (False,) if large else (False, True)):
@@ -227,14 +227,14 @@ def _layer(kernel: dispatch.Kernel, problem: LinearProblem) -> int:
 
 
 def ready_arrays(case: OpCase) -> dict[str, np.ndarray]:
-    """Everything a kernel reads, as it reads it: what the front end had to convert or to fill, PyTorch would write."""
+    """All inputs of a kernel as it reads them: PyTorch would write what a front end converts or fills."""
     numbers = {name: x for name, x in getattr(case.call, "keywords", {}).items() if name in ("a_scale", "b_scale")}
     arrays = {**case.arrays, **{name: np.array(x, np.float32) for name, x in numbers.items()}}
     return {name: x.astype(np.int32) if x.dtype == np.int64 else x for name, x in arrays.items()}
 
 
 def _operations() -> None:
-    """Every call of the operations beside attention on each of their CUDA kernels."""
+    """Run every call of the other operations on each of their CUDA kernels."""
     import torch
 
     for name, case in CASES.items():

@@ -1,7 +1,7 @@
-"""A group of ranks in one process: what each computes, in NumPy, with slices in the place of transfers.
+"""A group of ranks in one process: what each computes, in NumPy, with slices in place of transfers.
 
-It walks the same parts as the front ends of torch and JAX do, so it says whether masks, lengths, offsets and positions
-are right for any number of ranks; that tensors arrive is the front ends' own to show.
+It iterates over the same parts as the front ends of torch and JAX, so it checks masks, lengths, offsets and positions
+for any number of ranks. The transfer of tensors is tested in the front ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qflash.testing.case import Case, Inputs
 
 
 class NumpyMaths:
-    """qflash.parallel.parts.Maths of NumPy."""
+    """NumPy's qflash.parallel.parts.Maths."""
 
     @staticmethod
     def arange(count, like):
@@ -49,7 +49,7 @@ class NumpyMaths:
 
 @dataclass
 class Simulated:
-    """The results of all ranks, in the order of tokens."""
+    """The results of all ranks, in token order."""
 
     out: np.ndarray
     lse: np.ndarray
@@ -88,7 +88,7 @@ class Ranks:
         return np.take(x, self.of.tokens(rank), self.of.token_dim)
 
     def for_rank(self, rank: int) -> Sequences:
-        """What is said of all tokens, with the positions that were given of this rank's queries."""
+        """The description of all tokens, with the given positions of this rank's queries."""
         rope = self.inputs.rope
         if rope is None or rope.positions_q is None:
             return self.of
@@ -112,12 +112,12 @@ class Ranks:
         return [(part, everything, None) for part in of.gathered_parts(rank)]
 
     def keys(self, tokens: np.ndarray, source: int | None, rank: int) -> np.ndarray:
-        """k and v of some tokens, stacked, as `rank` has them: those of another rank went round."""
+        """k and v of some tokens, stacked, as `rank` has them: those of other ranks were transferred."""
         block = np.stack([np.take(x, tokens, self.of.token_dim) for x in (self.inputs.k, self.inputs.v)])
         return block if source in (None, rank) else from_wire(to_wire(self.of, block, source), block)
 
     def run(self) -> Simulated:
-        """Every rank's results and, without a precision, gradients, put together."""
+        """The combined results of all ranks and, without a precision, gradients."""
         case, of, inputs, axis = self.case, self.of, self.inputs, self.of.token_dim
         dout, dlse = case.make_gradients()
         out, lse = np.empty_like(dout), np.empty_like(dlse)
@@ -155,10 +155,10 @@ class Ranks:
 def simulate(
     case: Case, strategy: str, placement: str, ranks: int, wide: bool = True, precision: str | None = None
 ) -> Simulated:
-    """A case over so many ranks. strategy: "ring", "all_gather", or "masked": the latter as JAX has it.
+    """A case over this many ranks. strategy: "ring", "all_gather", or "masked": JAX's form of the latter.
 
-    wide: parts are merged in float32 as they were computed, as on the CPU; else each is rounded to the case's type
-    first, as kernels for GPUs do.
+    wide: parts are merged in float32 as they were computed, as on the CPU; otherwise each is first rounded to the
+    case's dtype, as GPU kernels do.
     """
     checked = "all_gather" if strategy == "masked" else strategy
     group = Ranks.of_case(case, checked, placement, ranks, wide, precision)

@@ -1,8 +1,8 @@
-"""The one timer: candidates run interleaved in one process, so that a ratio between them means something.
+"""The timer: candidates run interleaved in one process, so that the ratio between them is meaningful.
 
-Every round times each candidate once and the order rotates from round to round, so drift of the machine (clocks, heat,
-neighbours) falls on all of them alike. Ratios are medians of ratios taken inside a round. Imports no framework, except
-torch in the clocks of the GPU.
+Every round times each candidate once and the order rotates from round to round, so drift of the machine (clock rate,
+heat, neighbours) affects all of them equally. Ratios are medians of ratios within a round. Imports no framework, except
+torch in the GPU clocks.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 
 Call = Callable[[], Any]
 LONG = 0.2  # seconds; a call this long is warm after its first run
-HIDES_HOST = 2e-3  # seconds; beside a call this long the host's share of it does not show
+HIDES_HOST = 2e-3  # seconds; in a call this long the host's share is negligible
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What a set of samples says; times in microseconds per call."""
+    """Statistics of a set of samples; times in microseconds per call."""
 
     n: int
     mean: float
@@ -52,26 +52,26 @@ class Stats:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """For a JSON row; hundredths of a microsecond are more than a clock can tell."""
+        """As a dict for a JSON row; digits below a hundredth of a microsecond exceed the resolution of clocks."""
         return {key: value if key == "n" else round(value, 2) for key, value in asdict(self).items()}
 
 
 class Clock(Protocol):
-    """How one sample is taken."""
+    """How one sample is measured."""
 
     def prepare(self, call: Call) -> Call:
-        """Turn the candidate into what is run repeatedly (a captured graph, for example)."""
+        """Convert the candidate to what is run repeatedly (a captured graph, for example)."""
 
     def sample(self, call: Call, repeats: int) -> float:
         """Seconds per call, over `repeats` calls."""
 
 
 class WallClock:
-    """perf_counter, for the CPU and for anything that can be waited for with `sync` (of the last result)."""
+    """perf_counter, for the CPU and for anything that `sync` (of the last result) can wait for."""
 
     def __init__(self, sync: Callable[[Any], Any] | None = None, settle: float = 0.002):
-        # Worker threads of the candidate before (OpenMP's, say) spin for a while after their last task and would take
-        # cores from the next candidate; a pause lets them go to sleep.
+        # Worker threads of the previous candidate (OpenMP's, for example) spin for a while after their last task and
+        # would occupy cores of the next candidate; a pause lets them go to sleep.
         self._settle = settle
         self._sync = sync
 
@@ -90,10 +90,10 @@ class WallClock:
 
 
 class HostClock:
-    """perf_counter around calls that only hand work to the GPU: what the host spends on one, nothing waited for.
+    """perf_counter around calls that only submit work to the GPU: the host time per call, without waiting for results.
 
-    The GPU starts each sample idle. Its queue takes about a thousand launches before it holds the host up, so a sample
-    must be shorter than that.
+    The GPU is idle at the start of each sample. Its queue takes about a thousand launches before it blocks the host, so
+    a sample must be shorter than that.
     """
 
     def __init__(self):
@@ -116,7 +116,7 @@ class CudaClock:
     """CUDA events around each call on torch's current stream, with the L2 cache flushed before it.
 
     With `graph`, a short candidate is captured once and replayed, so that the host's share of a call is not counted. A
-    long one is called as it is: its graph would hold on to the memory of its intermediate results.
+    long one is called directly: its graph would retain the memory of its intermediate results.
     """
 
     def __init__(self, graph: bool = False, flush_bytes: int = 256 << 20):
@@ -158,7 +158,7 @@ class CudaClock:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Samples of several candidates, taken round by round (seconds)."""
+    """Samples of several candidates, measured round by round (seconds)."""
 
     samples: Mapping[str, list[float]]
 
@@ -184,7 +184,7 @@ def compare(
 ) -> Comparison:
     """Time `candidates` round-robin until `budget` seconds are spent and at least `min_rounds` rounds are done.
 
-    A sample repeats its call until it lasts `min_sample` seconds, so short calls are not lost in the clock.
+    A sample repeats its call until it lasts `min_sample` seconds, so that the clock can resolve short calls.
     """
     if not candidates:
         raise ValueError("candidates is empty; allowed: at least one")

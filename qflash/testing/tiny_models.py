@@ -1,4 +1,4 @@
-"""Models of transformers, two layers each with random weights, and batches for them. Seeds are fixed."""
+"""Models of transformers, with two layers of random weights each, and batches for them. Seeds are fixed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import transformers
 
-WINDOW = 6  # of layers that slide; prompts are longer
+WINDOW = 6  # of sliding-window layers; prompts are longer
 LENGTH = 14
 VOCABULARY = 99
 
-# Weights large enough that a key more or less is seen in the logits, which are of the order of 1.
+# Weights large enough that one key more or less is visible in the logits, which are of order 1.
 _SPREAD = {"initializer_range": 0.2}
 _SIZES = {
     "vocab_size": VOCABULARY,
@@ -58,7 +58,7 @@ DECODERS: dict[str, Callable[[], Any]] = {
         **_DECODER, **_ALTERNATING, num_local_experts=2, num_experts_per_tok=1
     ),
 }
-# PyTorch's attention has neither softcap nor sinks; transformers' own is the reference then.
+# PyTorch's attention has neither softcap nor sinks; the reference is then transformers' own.
 REFERENCE = {"gemma2": "eager", "gpt_oss": "eager"}
 
 
@@ -74,7 +74,7 @@ def decoder(family: str) -> Any:
 
 
 def new_decoder(family: str) -> Any:
-    """The same for one test alone: transformers leaves what it compiled in a model, which then cannot be pickled."""
+    """The same for a single test: transformers stores compiled functions in a model, which then cannot be pickled."""
     return decoder.__wrapped__(family)
 
 
@@ -100,7 +100,7 @@ def tokens(batch: int = 3, length: int = LENGTH) -> torch.Tensor:
 
 
 def padding(kind: str) -> torch.Tensor | None:
-    """A padding mask for `tokens()`: "none", "ones", or with some on the left, the right, both or in the middle."""
+    """A padding mask for `tokens()`: "none", "ones", or with padding on the left, the right, both or in the middle."""
     if kind == "none":
         return None
     mask = torch.ones(3, LENGTH, dtype=torch.int64)
@@ -114,7 +114,7 @@ def padding(kind: str) -> torch.Tensor | None:
 
 
 def positions(mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Where tokens stand, as generate() counts."""
+    """Positions of tokens, as generate() counts them."""
     return None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
 
 
@@ -135,7 +135,7 @@ def whisper() -> Any:
 
 @lru_cache(maxsize=1)
 def bart() -> Any:
-    """The same for text, whose encoder is padded."""
+    """The same for text, with a padded encoder."""
     config = transformers.BartConfig(
         vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, init_std=0.2, max_position_embeddings=64,
@@ -147,14 +147,14 @@ def bart() -> Any:
 
 @lru_cache(maxsize=1)
 def bert() -> Any:
-    """An encoder of text."""
+    """A text encoder."""
     torch.manual_seed(1)
     return transformers.BertModel(transformers.BertConfig(**_SIZES, **_SPREAD)).eval()
 
 
 @lru_cache(maxsize=1)
 def modernbert() -> Any:
-    """An encoder of text, one layer of which has a window to both sides."""
+    """A text encoder, one layer of which has a window to both sides."""
     special = {"pad_token_id": 0, "bos_token_id": 1, "cls_token_id": 1, "eos_token_id": 2, "sep_token_id": 2}
     config = transformers.ModernBertConfig(
         **_SIZES, **_SPREAD, **special, local_attention=WINDOW, global_attn_every_n_layers=2, max_position_embeddings=64
@@ -165,7 +165,7 @@ def modernbert() -> Any:
 
 @lru_cache(maxsize=1)
 def vit() -> Any:
-    """An encoder of images of 32 by 32."""
+    """An encoder for images of 32 by 32."""
     sizes = {name: size for name, size in _SIZES.items() if name != "vocab_size"}
     torch.manual_seed(1)
     return transformers.ViTModel(transformers.ViTConfig(**sizes, **_SPREAD, image_size=32, patch_size=8)).eval()

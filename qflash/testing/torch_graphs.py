@@ -1,8 +1,8 @@
-"""CUDA graphs of PyTorch where there is no GPU: a capture records operations, and a replay computes them again.
+"""CUDA graphs of PyTorch without a GPU: a capture records operations, and a replay computes them again.
 
-What a graph holds is held here, too: numbers of the host as they were, and tensors where they were; memory of its own
-is another's after it ran. What PyTorch demands of a capture is demanded, and what it leaves undone after one that CUDA
-cut off, before release 2.12, is left undone.
+The recorded state is that of a real graph: host numbers by value, and tensors by address; the graph's own memory is
+reused by others after it ran. PyTorch's requirements for captures are enforced, and what it leaves undone when CUDA
+aborts a capture, before release 2.12, is left undone.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from qflash.testing.torch_steps import Recorder
 
 Tensor = torch.Tensor
 
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # what cuBLAS computes
-_GARBAGE = 0xFF  # bytes of it are NaN, and -1
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")  # computed by cuBLAS
+_GARBAGE = 0xFF  # as bytes: NaN, and -1
 
 
 class StandIn:
-    """In the place of torch.cuda around captures, once it is installed: steps on the CPU are captured, too.
+    """Replaces torch.cuda around captures, once it is installed: steps on the CPU are captured, too.
 
-    log: which device and which stream became the current one, and which of them were left. draws: whether PyTorch's
-    default generator draws outside of captures.
+    log: the devices and streams that became current, and those that were left. draws: whether PyTorch's default
+    generator works outside of captures.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class StandIn:
         self.captures = self.replays = 0
         self.draws = True
         self.capturing: _Capture | None = None
-        self._graphs_of: dict[Any, int] = {}  # how many there are, by the pool that their memory is in
-        self._allocating: list[Any] = []  # pools of captures under way
-        self._workspaces: dict[Any, Any] = {}  # the pool that cuBLAS works in, by thread and stream
-        self._has_cublas: set[int] = set()  # threads that computed a product outside of captures
+        self._graphs_of: dict[Any, int] = {}  # the number of graphs by the pool of their memory
+        self._allocating: list[Any] = []  # pools of captures in progress
+        self._workspaces: dict[Any, Any] = {}  # the pool of cuBLAS's workspace, by thread and stream
+        self._has_cublas: set[int] = set()  # threads that computed a matrix product outside of captures
 
     @contextmanager
     def installed(self, monkeypatch: Any) -> Iterator[StandIn]:
-        """Until this is left, which comes before monkeypatch undoes the rest."""
+        """Active until the context ends, which must be before monkeypatch undoes the rest."""
         from qflash.integrations.transformers import capture, decoding, passes
 
         for user in (decoding, passes):
@@ -63,10 +63,10 @@ class StandIn:
 
     @property
     def held(self) -> int:
-        """How many graphs there are."""
+        """The number of graphs."""
         return sum(self._graphs_of.values())
 
-    # What torch.cuda has.
+    # The interface of torch.cuda.
 
     def CUDAGraph(self) -> _Graph:
         return _Graph(self)
@@ -114,7 +114,7 @@ class StandIn:
 
     device = stream
 
-    # What happens inside.
+    # Internal effects.
 
     def _end_allocation(self, _: Any, pool: Any) -> None:
         if pool not in self._allocating:
@@ -132,7 +132,7 @@ class StandIn:
         assert self._workspaces.setdefault((thread, stream), pool) is pool, "cuBLAS works in another graph's memory"
 
     def release(self, pool: Any) -> None:
-        """A graph is gone."""
+        """Note that a graph was destroyed."""
         self._graphs_of[pool] -= 1
         if self.capturing is not None:
             self.capturing.is_cut_off = True
@@ -158,16 +158,16 @@ class _Graph:
 
 
 class _Capture(TorchDispatchMode):
-    """The operations of a step. They are computed, to know the shapes of their results, and undone."""
+    """The operations of a step. They are computed, to determine the shapes of their results, and undone."""
 
     def __init__(self, cuda: StandIn, graph: _Graph, pool: Any, stream: Any) -> None:
         super().__init__()
         self.is_cut_off = False
         self._place = cuda, pool, stream
         self._generators = [(one, one.get_state()) for one in graph.generators]
-        self._calls: list[tuple[Any, Any, Any, list[Any]]] = []  # operations, what they took and what they gave
-        self._own: dict[int, Any] = {}  # memory that was allocated, by address
-        self._before: dict[int, tuple[Any, Any]] = {}  # other memory that was written to, and what was there
+        self._calls: list[tuple[Any, Any, Any, list[Any]]] = []  # operations, their inputs and outputs
+        self._own: dict[int, Any] = {}  # newly allocated memory, by address
+        self._before: dict[int, tuple[Any, Any]] = {}  # other memory that was written to, and its previous contents
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
@@ -176,7 +176,7 @@ class _Capture(TorchDispatchMode):
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         kwargs = kwargs or {}
         taken = tree_flatten((args, kwargs))[0]
-        known = [one._cdata for one, _ in self._generators]  # the dispatcher wraps them anew
+        known = [one._cdata for one, _ in self._generators]  # the dispatcher wraps them in new objects
         drawn_from = [one._cdata for one in taken if isinstance(one, torch.Generator)]
         assert set(drawn_from) <= set(known), "the generator is not registered"
         if name in _PRODUCTS:
@@ -189,7 +189,7 @@ class _Capture(TorchDispatchMode):
         for x in given:
             if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in places:
                 self._own[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        held = tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # where they are now, wherever they go
+        held = tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # with their current storage, wherever they move
         self._calls.append((function, *held, given))
         return results
 
@@ -204,7 +204,7 @@ class _Capture(TorchDispatchMode):
                     self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
 
     def undo(self) -> None:
-        """Nothing was computed."""
+        """Restore the state before the capture."""
         for storage, values in self._before.values():
             storage.copy_(values)
         for generator, state in self._generators:
@@ -212,7 +212,7 @@ class _Capture(TorchDispatchMode):
         self._forget_own()
 
     def compute(self) -> None:
-        """The same operations on what is in the same places now."""
+        """Run the same operations on the current contents of the same memory."""
         with torch.no_grad():
             for function, args, kwargs, given in self._calls:
                 for old, new in zip(given, tree_flatten(function(*args, **kwargs))[0], strict=True):

@@ -1,4 +1,4 @@
-"""What the PyTorch tests share: inputs, option mixes, and attention by its definition, differentiable in float64."""
+"""Shared by the PyTorch tests: inputs, option mixes, and the definition of attention, differentiable in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import qflash
 from qflash.testing.compare import FLOAT32_L2, GRADIENT_L2, HALF_FACTOR, UNIT_ROUNDOFF
 
-# Relative L2 errors the numerics contract allows; a half's is bounded by what rounding the exact result may cost.
+# Relative L2 errors that the numerics contract allows; for 16 bits they follow from rounding the exact result.
 ALLOWED = {
     torch.float32: FLOAT32_L2,
     torch.float16: HALF_FACTOR * UNIT_ROUNDOFF["float16"],
@@ -19,7 +19,7 @@ ALLOWED_GRADIENT = GRADIENT_L2["float32"]
 
 
 def rotate(x, cos, sin, positions, interleaved):
-    """Rotary embedding of x [B, T, H, D] at integer positions [B, T]; differentiable plain math."""
+    """Rotary embedding of x [B, T, H, D] at integer positions [B, T]; plain differentiable math."""
     half = cos.shape[1]
     sign = torch.where(positions < 0, -1.0, 1.0).to(x.dtype)[:, :, None, None]
     c, s = (table.to(x.dtype)[positions.abs()][:, :, None, :] for table in (cos, sin))
@@ -32,7 +32,7 @@ def rotate(x, cos, sin, positions, interleaved):
 
 
 def plain(q, k, v, *, causal=False, window=None, kv_lens=None, softcap=None, scale=None, rope=None):
-    """(out, lse) by the definition, in float64, differentiable; the tests' yardstick for every option."""
+    """(out, lse) by the definition, in float64, differentiable; the tests' reference for every option."""
     q, k, v = q.double(), k.double(), v.double()
     batch, q_len, q_heads, dim = q.shape
     k_len, kv_heads = k.shape[1:3]
@@ -71,12 +71,12 @@ def tensors(batch=2, q_len=9, k_len=13, q_heads=4, kv_heads=2, dim=16, dtype=tor
 
 
 def stacked(count=3, **kw):
-    """q, k, v of several seeds, with one more dimension in front."""
+    """q, k, v of several seeds, with an additional leading dimension."""
     return [torch.stack(x) for x in zip(*(tensors(seed=s, **kw) for s in range(count)), strict=True)]
 
 
 def packed(pieces):
-    """Batches of one, one after another: q, k, v leaves that require gradients if the pieces do, and cu_seqlens."""
+    """Batches of one, concatenated: q, k, v leaves that require gradients if the pieces do, and cu_seqlens."""
     q, k, v = (
         torch.cat([p[i][0].detach() for p in pieces]).requires_grad_(pieces[0][i].requires_grad) for i in range(3)
     )

@@ -1,4 +1,4 @@
-"""What ranks of `processes` do in the tests of qflash.parallel.torch. Every function runs on every rank."""
+"""What ranks of `processes` run in the tests of qflash.parallel.torch. Every function runs on every rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _mesh() -> Any:
 
 
 def _impatient(seconds: float) -> Any:
-    """A group of all ranks for one test: after an error a group is of no more use."""
+    """A group of all ranks for one test: after an error a group cannot be used again."""
     return dist.new_group(list(range(dist.get_world_size())), timeout=timedelta(seconds=seconds))
 
 
@@ -42,7 +42,7 @@ def _group(where: str) -> Any:
 
 
 def _own_rope(rope: Rope | None, case: Case, cut: Callable[..., Tensor]) -> Rope | None:
-    """Positions that are given are those of the rank's own tokens."""
+    """Select the rank's own tokens from given positions."""
     if rope is None or rope.positions_q is None:
         return rope
     of_q, of_k = (cut(x, dim=x.dim() - 1).contiguous() for x in (rope.positions_q, rope.positions_k))
@@ -58,7 +58,7 @@ def attend(
     precision: str | None = None,
     device: str = "cpu",
 ) -> dict[str, Any] | None:
-    """A case's results and, without a precision, gradients, whole; on rank 0 alone. Twice, and the same bits."""
+    """A case's full results and, without a precision, gradients, on rank 0 only. Runs twice and compares the bits."""
     group = _group(where)
     how = {"group": group, "causal": case.causal, "placement": placement}
 
@@ -95,7 +95,7 @@ def attend(
 
 
 def what_happens(rank: int, words: dict[str, Any]) -> tuple[list[str], int]:
-    """The hops and the calls of a ring, in the order in which they are begun, and how many bytes this rank sends."""
+    """The hops and calls of a ring, in the order in which they start, and the number of bytes that this rank sends."""
     from qflash.parallel import parts
     from qflash.parallel.torch import exchange
 
@@ -134,7 +134,7 @@ def there_and_back(rank: int, length: int, dim: int, causal: bool) -> tuple[bool
 
 
 def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dict[int, dict[str, Any]]) -> None:
-    """A call of zeros; `of_rank` has what some ranks give otherwise: words, or q, k, v or their shapes."""
+    """A call on zeros; `of_rank` has the differing arguments of some ranks: options, or q, k, v or their shapes."""
     mine = of_rank.get(rank, {})
     arrays = [mine.get(name, shape) for name, shape in zip("qkv", shapes, strict=True)]
     arrays = [torch.zeros(x) if isinstance(x, list) else x for x in arrays]
@@ -147,7 +147,7 @@ def call(rank: int, shapes: list[list[int]], words: dict[str, Any], of_rank: dic
 
 
 def run_out_of_memory(rank: int) -> None:
-    """A call of zeros, of which the last rank does not come to the end of its checks."""
+    """A call on zeros in which the checks of the last rank fail for lack of memory."""
 
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("nothing is left")
@@ -163,13 +163,13 @@ def run_out_of_memory(rank: int) -> None:
 
 
 def call_unshard(rank: int, arrays: dict[int, Any], words: dict[int, dict[str, Any]]) -> None:
-    """unshard of zeros; `arrays` (or their shapes) and `words` have what some ranks give otherwise."""
+    """unshard of zeros; `arrays` (or their shapes) and `words` have the differing arguments of some ranks."""
     x = arrays.get(rank, [1, 8, 4])
     parallel.unshard(torch.zeros(x) if isinstance(x, list) else x, **words.get(rank, {}))
 
 
 def call_with_positions(rank: int, strategy: str, name: str, bad: int, words: dict[str, Any]) -> None:
-    """A call of arrays of zeros, with positions that are good but for the last one of the last rank."""
+    """A call on zeros, with valid positions except for the last one of the last rank."""
     own = torch.arange(8, dtype=torch.int32)
     if rank == dist.get_world_size() - 1:
         own[-1] = bad
@@ -178,7 +178,7 @@ def call_with_positions(rank: int, strategy: str, name: str, bad: int, words: di
 
 
 def call_with_dtensor(rank: int) -> None:
-    """A call whose k is a tensor that torch.distributed has spread over the ranks already."""
+    """A call whose k is a tensor that torch.distributed has already distributed over the ranks."""
     from torch.distributed.tensor import DTensor
 
     q = torch.zeros(1, 8, 4, 16)
@@ -187,7 +187,7 @@ def call_with_dtensor(rank: int) -> None:
 
 
 def differ_in_losses(rank: int, strategy: str) -> float:
-    """How far the gradient of q is from that of one process where rank 0's loss has lse and no out, the others' out."""
+    """The difference of q's gradient from that of one process, where rank 0's loss has only lse, the others' out."""
     torch.manual_seed(0)
     ranks = dist.get_world_size()
     whole = torch.randn(1, 8 * ranks, 4, 16)
@@ -204,7 +204,7 @@ def differ_in_losses(rank: int, strategy: str) -> float:
 
 
 def transformed(rank: int, strategy: str) -> float:
-    """How far gradients by torch.func.grad are from those of backward()."""
+    """The difference of gradients by torch.func.grad from those of backward()."""
     torch.manual_seed(0)
     q, k, v = (parallel.shard(torch.randn(1, 32, heads, 16), causal=True) for heads in (8, 4, 4))
 
@@ -219,7 +219,7 @@ def transformed(rank: int, strategy: str) -> float:
 
 
 def second_derivative(rank: int, strategy: str, of: int) -> Tensor:
-    """Of a loss in which the gradient of q, k or v stands beside something that has a second derivative."""
+    """The second derivative of a loss that adds the gradient of q, k or v to a term that has a second derivative."""
     arrays = [torch.randn(1, 8, 4, 16, requires_grad=True) for _ in range(3)]
     loss = (parallel.attention(*arrays, strategy=strategy) ** 2).sum()
     first = torch.autograd.grad(loss, arrays, create_graph=True)[of]
@@ -227,7 +227,7 @@ def second_derivative(rank: int, strategy: str, of: int) -> Tensor:
 
 
 def of_nothing(rank: int, strategy: str, words: dict[str, Any]) -> list[list[int]]:
-    """The shapes of out, of lse and of the gradients of a call on sequences without a token."""
+    """The shapes of out, of lse and of the gradients of a call on empty sequences."""
     shape = (0, 4, 16) if "cu_seqlens" in words else (1, 0, 4, 16)
     arrays = [torch.zeros(shape, requires_grad=True) for _ in range(3)]
     results = parallel.attention(*arrays, strategy=strategy, return_lse=True, **words)
@@ -235,7 +235,7 @@ def of_nothing(rank: int, strategy: str, words: dict[str, Any]) -> list[list[int
 
 
 def ask(rank: int, calls: str, most: int) -> list[int]:
-    """How many times ranks have told each other of their calls, after each of `calls` on a GPU; `most` are kept."""
+    """How often the ranks have compared their calls, after each of `calls` on a GPU; at most `most` are remembered."""
     module = import_module("qflash.parallel.torch.agree")  # the package has the function of this name
     kept, counts = (module._MOST_KNOWN, module._exchange), []
 
@@ -262,7 +262,7 @@ def mix_up_groups(rank: int, seconds: float) -> None:
 
 
 def strange_groups(rank: int) -> tuple[str, ...]:
-    """What is said of a mesh of two dimensions, and of a group and a mesh of the first two ranks."""
+    """The errors for a mesh of two dimensions, and for a group and a mesh of the first two ranks."""
     said = []
     for group in (_mesh(), dist.new_group([0, 1]), DeviceMesh("cpu", [0, 1])):
         try:
@@ -274,10 +274,10 @@ def strange_groups(rank: int) -> tuple[str, ...]:
 
 
 def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[list[float], list[str]] | None:
-    """How far a call that is compiled whole, and without a precision its gradients, are from an eager one; what its
-    graphs do, forward and backward. On the first ranks of a mesh alone, because compiling takes time on each."""
+    """The difference of a compiled full-graph call and, without a precision, its gradients, from an eager one, and the
+    operations of its graphs, forward and backward. Only on the first ranks of a mesh: compiling takes time on each."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.partitioners import min_cut_rematerialization_partition  # as inductor has it
+    from torch._functorch.partitioners import min_cut_rematerialization_partition  # as in inductor
 
     group = _mesh()["context"]
     if rank >= group.size():
@@ -307,7 +307,7 @@ def compiled(rank: int, strategy: str, precision: str | None = None) -> tuple[li
 
 
 def compiled_on_one_tensor(rank: int, strategy: str) -> float:
-    """How far a call that is compiled whole, of one tensor given three times, is from an eager one."""
+    """The difference of a compiled full-graph call, with one tensor passed three times, from an eager one."""
     torch.compiler.reset()
     x = torch.randn(1, 8, 4, 16, requires_grad=True)
 
@@ -319,13 +319,13 @@ def compiled_on_one_tensor(rank: int, strategy: str) -> float:
 
 
 def compiled_gradient_of_integers(rank: int) -> str:
-    """What is said where a call that is compiled whole has a precision, and its arrays want gradients."""
+    """The error of a compiled full-graph call with a precision whose arrays require gradients."""
     x = torch.zeros(1, 8, 2, 16, requires_grad=True)
     return _said_by_compiler(lambda x: parallel.attention(x, x, x, precision="int8"), x)
 
 
 def compiled_bad_input(rank: int, strategy: str) -> list[str]:
-    """What is said by calls that are compiled whole: of positions of all ranks' tokens, of float64, of two dtypes."""
+    """The errors of compiled full-graph calls: for positions of all ranks' tokens, float64, and two dtypes."""
     x, tables = torch.zeros(1, 8, 4, 16), map(torch.from_numpy, qflash.rope_tables(64, 16))
     whole = torch.arange(8 * dist.get_world_size(), dtype=torch.int32)
     rope = Rope(*tables)
@@ -344,13 +344,13 @@ def _said_by_compiler(function: Callable[..., Any], *arguments: Any) -> str:
     torch.compiler.reset()
     try:
         torch.compile(function, backend="eager", fullgraph=True)(*arguments)
-    except Exception as error:  # of Dynamo, with the text of ours
+    except Exception as error:  # Dynamo's error, which contains our text
         return str(error)
     return "nothing"
 
 
 def wait_for_the_last(rank: int, strategy: str, ends: bool, seconds: float) -> float:
-    """The last rank stays away, or ends in the midst of a call; the others report how long they took to notice."""
+    """The last rank does not call, or exits during a call; the others return how long they took to notice."""
     group = _impatient(seconds)
     q = torch.zeros(1, 8, 4, 16)
     parallel.attention(q, q, q, group=group, strategy=strategy)
@@ -385,7 +385,7 @@ def lose_a_hop(rank: int, seconds: float) -> None:
 
 
 def overhead_of_one_rank(rank: int, rounds: int) -> float:
-    """Microseconds that a group of one rank adds to plain attention, each by the quickest of many rounds."""
+    """Microseconds that a group of one rank adds to plain attention, each from the fastest of many rounds."""
     groups = [dist.new_group([one]) for one in range(dist.get_world_size())]
     q, k, v = torch.randn(3, 1, 4, 2, 16)
     group = groups[rank]

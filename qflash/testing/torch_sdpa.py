@@ -1,4 +1,4 @@
-"""What the tests of qflash.scaled_dot_product_attention share: PyTorch's own, inputs, and the comparison of the two."""
+"""Shared by the tests of qflash.scaled_dot_product_attention: PyTorch's function, inputs, and a comparison."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def relative(got, want):
 
 
 def check(q, k, v, allowed=None, **words):
-    """Our result, held against PyTorch's in float64; and PyTorch took no part in it."""
+    """Our result, checked against PyTorch's in float64, and that PyTorch did not compute it."""
     before = sdpa.totals.served
     got = qflash.scaled_dot_product_attention(q, k, v, **words)
     assert (sdpa.totals.served, sdpa.totals.fallbacks) == (before + 1, {})
@@ -41,7 +41,7 @@ def check(q, k, v, allowed=None, **words):
 
 
 class Block(torch.nn.Module):
-    """Attention as models write it."""
+    """Attention as written in models."""
 
     def __init__(self, width=32, heads=4, kv_heads=2):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a step in PyTorch does, for tests of steps that a CUDA graph is to hold."""
+"""Records the operations of a PyTorch step, for tests of steps that a CUDA graph is to hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Recorder(TorchDispatchMode):
-    """The operations of a step with the shapes of their arguments; reading a value is refused."""
+    """The operations of a step with the shapes of their arguments; reading a value raises an error."""
 
     ASKS_FOR_VALUES = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero")
 

@@ -1,6 +1,6 @@
-"""An emulated run in the emulator's model of time (csrc/emulate/trace.h): who works, who waits, and for what.
+"""An emulated run in the emulator's model of time (csrc/emulate/trace.h): which threads work or wait, and for what.
 
-It is a model and no measurement. A few kinds of work take a time that the model states, everything else takes none.
+It is a model, not a measurement. A few kinds of work take a time defined by the model, everything else takes none.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from qflash.testing.runner import suited
 
 NOTE = "a model of time (csrc/emulate/trace.h), not a measurement: one unit is about a clock of a Hopper multiprocessor"
 TENSOR_CORES = "tensor cores"
-# wgmma takes A from shared memory for the scores and from registers for the outputs, in every kernel that has it.
+# wgmma reads A from shared memory for the scores and from registers for the outputs, in every kernel that uses it.
 PRODUCTS = {"A in shared memory": "S = Q Kᵀ", "A in registers": "O += P V"}
 WARPS_OF_A_GROUP = 4
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasts from `begin` to `end`, in a row of its block; an arrival lasts no time."""
+    """An event from `begin` to `end`, in a row of its block; an arrival has no duration."""
 
     kind: str  # work | wait | arrive | copy | product
     launch: int
@@ -36,7 +36,7 @@ class Span:
 
 
 def trace(kernel: str, case: Case, multiprocessors: int = 1) -> list[Span]:
-    """What happens when a kernel of attention runs a case, which is changed to what the kernel serves."""
+    """The events of a run of an attention kernel on a case, which is changed to what the kernel supports."""
     case = suited(case, kernel, emulator.arch())
     library = emulator.kernel_library(kernel, case.dtype, case.head_dim, emulator.arch())
     library.handle.qf_emulate_trace(1)
@@ -50,7 +50,7 @@ def trace(kernel: str, case: Case, multiprocessors: int = 1) -> list[Span]:
 
 
 def parse(text: str) -> list[Span]:
-    """The spans that the emulator recorded, in rows of people's names."""
+    """The spans that the emulator recorded, in rows with readable names."""
     lines = [line.split("\t") for line in text.splitlines()]
     roles = {tuple(line[1:4]): line[6] for line in lines if line[0] == "role"}
 
@@ -78,7 +78,7 @@ def parse(text: str) -> list[Span]:
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Copies of one tile, which come in several boxes, as one."""
+    """Merge the copies of one tile, which consist of several boxes."""
     result: list[Span] = []
     for span in spans:
         last = result[-1] if result else None
@@ -91,7 +91,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def chrome(spans: list[Span], title: str) -> dict:
-    """The spans as a Chrome trace, which https://ui.perfetto.dev opens: a process is a block, its threads are rows."""
+    """The spans as a Chrome trace, for https://ui.perfetto.dev: a process is a block, its threads are rows."""
     events: list[dict] = []
     processes: dict[tuple[int, int], int] = {}
     threads: dict[tuple[int, str], int] = {}

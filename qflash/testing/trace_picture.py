@@ -1,4 +1,4 @@
-"""A trace as a picture: about three tiles of keys of one work tile, a row for each role."""
+"""A trace as a picture: about three key tiles of one work tile, a row for each role."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qflash.testing.trace import NOTE, TENSOR_CORES, Span
 WIDTH, LEFT, RIGHT, TOP = 900, 130, 10, 46
 ROW, GAP, LANE_GAP = 26, 6, 1
 TILES = 3
-# Fills that stand out on white and on black; text in them is dark.
+# Fills that contrast with white and with black; text in them is dark.
 FILLS = {
     "copy": "#74b9e8", "S": "#8fd18f", "O": "#e89a9a", "mma": "#8fd18f", "exponentials": "#f2b134", "wait": "#b8bcc4",
 }  # fmt: skip
@@ -17,16 +17,16 @@ WORDS = {
     "copy": "TMA copy", "S": "S = Q Kᵀ, of consumer n", "O": "O += P V, of consumer n", "mma": "mma",
     "exponentials": "exponentials", "wait": "wait",
 }  # fmt: skip
-CHARACTER = 5.6  # pixels of one
+CHARACTER = 5.6  # pixels per character
 
 
 def fill_of(span: Span) -> str:
-    """The key of FILLS that a span is painted with."""
+    """The key in FILLS of a span's color."""
     return span.name[0] if span.kind == "product" else span.name if span.kind == "work" else span.kind
 
 
 def window(spans: list[Span]) -> tuple[int, int]:
-    """From when to when: tiles of keys from the second on. They begin with their scores, or else with exponentials."""
+    """The time range shown: key tiles from the second on. They begin with their scores, or else with exponentials."""
     for fill in ("S", "exponentials"):
         found = [span for span in spans if fill_of(span) == fill]
         starts = sorted(span.begin for span in found if (span.row, span.name) == (found[0].row, found[0].name))
@@ -36,7 +36,7 @@ def window(spans: list[Span]) -> tuple[int, int]:
 
 
 def labels_of(span: Span) -> tuple[str, ...]:
-    """What a bar says: the first for which there is room."""
+    """Labels of a bar, in order of preference: the first one that fits is used."""
     short = span.name.replace(", stage", "")
     if span.kind == "copy":
         return (span.row.removeprefix("copy of ").replace(", stage", ""),)
@@ -46,7 +46,7 @@ def labels_of(span: Span) -> tuple[str, ...]:
 
 
 def rows_of(spans: list[Span]) -> dict[str, list[Span]]:
-    """The rows from top to bottom: copies of each tensor, the tensor cores, then warps: the first of each role."""
+    """The rows from top to bottom: copies of each tensor, the tensor cores, then the first warp of each role."""
     rows: dict[str, list[Span]] = {}
     for span in spans:
         name = span.row.split(", ")[0]
@@ -64,7 +64,7 @@ def rows_of(spans: list[Span]) -> dict[str, list[Span]]:
 
 
 def lanes_of(spans: list[Span]) -> list[list[Span]]:
-    """Spans of one row that overlap, one below the other."""
+    """Overlapping spans of one row, assigned to lanes."""
     lanes: list[list[Span]] = []
     for span in sorted(spans, key=lambda span: (span.begin, span.end)):
         free = next((lane for lane in lanes if lane[-1].end <= span.begin), None)
@@ -113,7 +113,7 @@ def picture(spans: list[Span], title: str) -> str:
 
 
 def bar(span: Span, left: float, right: float, y: float, height: float) -> list[str]:
-    """One span, with its label where that fits."""
+    """One span, with its label if it fits."""
     told = f"{escape(span.name)}: {span.begin} to {span.end}"
     drawn = [
         f'<rect x="{left:.1f}" y="{y:.1f}" width="{max(right - left, 0.5):.1f}" height="{height:.1f}" '

@@ -1,26 +1,26 @@
-"""qflash in Hugging Face transformers: attention functions, a paged cache, and a decode loop. Importing it needs both.
+"""qflash in Hugging Face transformers: attention functions, a paged cache and a decode loop. Importing it needs both.
 
-names      register, which makes attn_implementation "qf" and "qf_int8" known
+names      register, which adds attn_implementation "qf", "qf_int8" and "qf_int8_fp8"
 patterns   what a mask function of transformers means
-mask       masks in qflash's words, and the mask function that makes them
+mask       masks as arguments of qflash, and the mask function that makes them
 attention  the attention functions
 tokens     which tokens of a batch are padding
 pages      PagedCache, a cache of transformers over qflash.KVCache
-prompts    what generate is given, and what is refused of it
+prompts    checks of the arguments of generate
 sampling   the next token from logits
 causal_model  a decoder-only model as the decode loops call it
 capture    a step as a CUDA graph
 decoding   generate and Decoder, the decode loop
-batching   Batcher: requests that come and go
-requests   what a Batcher is asked for, and what came of it
-prefixes   pages that requests have in common
+batching   Batcher: continuous batching of requests
+requests   a request to a Batcher and its results
+prefixes   pages shared by requests
 passes     the forward passes of a Batcher
 step_cache  the cache that such a pass writes
-rows       what such a pass knows of each request, and its next token
-stand_ins  what a module computes, found out by trying it
-joined     fuse_projections: layers that read the same input as one product
+rows       the tensors of such a pass that describe its requests, and their next tokens
+stand_ins  recognizes what a module computes by trying it
+joined     fuse_projections: layers that read the same input as one matrix product
 int8_linears  quantize_linears: linear layers in INT8
-fused_layers  fuse_layers: small steps between products as one each, for training
+fused_layers  fuse_layers: fused rope, SwiGLU and RMS norms, for training
 """
 
 from qflash.integrations.transformers.batching import Batcher

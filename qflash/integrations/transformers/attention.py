@@ -16,10 +16,10 @@ Tensor = torch.Tensor
 def qf_attention(
     module: torch.nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **words: Any
 ) -> tuple[Tensor, None]:
-    """Attention in the arrays' own type.
+    """Attention in the dtype of the arrays.
 
-    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or the same `NewTokens`. attention_mask: what `qf_mask`
-    made, or None. Returns `[B, Tq, Hq, D]`, and None in the place of weights, which no kernel has.
+    query: `[B, Hq, Tq, D]`. key, value: `[B, Hkv, Tk, D]`, or the same `NewTokens`. attention_mask: the result of
+    `qf_mask`, or None. Returns `[B, Tq, Hq, D]`, and None instead of attention weights, which no kernel stores.
     """
     return _attend(module, query, key, value, attention_mask, None, **words), None
 
@@ -27,9 +27,9 @@ def qf_attention(
 def qf_int8_attention(
     module: torch.nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **words: Any
 ) -> tuple[Tensor, None]:
-    """The same with precision "int8", where a sequence has more than one query and its keys are in no pages.
+    """The same with precision "int8", if a sequence has more than one query and its keys are not in pages.
 
-    A single query reads keys in their own type: quantizing all of them would take longer than reading them does.
+    A single query reads keys in their own dtype: quantizing all of them would take longer than reading them.
     """
     return _attend(module, query, key, value, attention_mask, _quantized("int8", query, key), **words), None
 
@@ -94,7 +94,7 @@ def _attend(
 
 # What is not served ---------------------------------------------------------------------------------------------------
 
-# What models pass that changes scores in a way that no word of qflash says, if it is not None.
+# Arguments of models that change scores in a way that no argument of qflash expresses, unless they are None.
 _NOT_SERVED = ("position_bias", "sinks", "head_mask", "indices", "block_indices")
 
 
@@ -121,7 +121,7 @@ def _in_mask(mask: Any, query: Tensor, key: Any, sliding_window: int | None) -> 
 
 
 def _in_sizes(mask: Mask, query: Tensor, key: Any) -> str | None:
-    """A mask for other queries or keys than those that came."""
+    """Check that the mask was made for these numbers of queries and keys."""
     lengths = (query.shape[2], key.keys if type(key) is NewTokens else key.shape[2])
     if lengths == (mask.q_length, mask.kv_length):
         return None
@@ -141,7 +141,7 @@ def _in_words(module: torch.nn.Module, dropout: float, others: dict[str, Any]) -
 
 
 def _place(module: torch.nn.Module) -> str:
-    """Model class and layer, for errors."""
+    """Model class and layer, for error messages."""
     model = getattr(getattr(module, "config", None), "model_type", None)
     layer = getattr(module, "layer_idx", None)
     return type(module).__name__ + (f" of {model}" if model else "") + ("" if layer is None else f", layer {layer}")
@@ -151,7 +151,7 @@ def _place(module: torch.nn.Module) -> str:
 
 
 def _unmasked(module: torch.nn.Module, query: Tensor, key: Any, is_causal: bool | None) -> Mask:
-    """What transformers means by no mask: causal from the first key on, where the module or the call is causal."""
+    """What a missing mask means in transformers: causal from the first key on, if the module or the call is causal."""
     batch, _, q_length, _ = query.shape
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal) and q_length > 1
     if type(key) is NewTokens:
@@ -160,13 +160,14 @@ def _unmasked(module: torch.nn.Module, query: Tensor, key: Any, is_causal: bool 
     return Mask(batch, q_length, kv_length, min(kv_length, q_length) if causal else kv_length, causal)
 
 
-_Packing = tuple[Tensor, Tensor, int | None, int | None]  # where queries and keys begin, and the longest of each
+_Packing = tuple[Tensor, Tensor, int | None, int | None]  # offsets of queries and keys, longest sequence of each
 
 _PACKED_BESIDE = "cu_seq_lens_q is given with padding, a cache or cross attention; allowed: without"
 
 
 def _packing(starts_q: Any, starts_k: Any, longest_q: int | None, longest_k: int | None) -> _Packing | None:
-    """What came beside position_ids, as DataCollatorWithFlattening gives it; keys are packed as queries by default."""
+    """Packing passed alongside position_ids, as by DataCollatorWithFlattening. By default keys are packed like
+    queries."""
     if starts_q is None:
         return None
     if starts_k is None:
@@ -188,7 +189,7 @@ def _on_arrays(
         out = _packed(q, k, v, mask, packing, words)
     else:
         if mask.starts is not None:
-            # A graph cannot have as many sequences as its input happens to hold.
+            # The number of sequences in a graph cannot depend on its input.
             allowed = "allowed: cu_seq_lens_q and max_length_q beside them"
             torch._assert_async(~mask.starts[:, 1:].any(), f"position_ids are packed, in a graph; {allowed}")
         if mask.key_order is not None:
@@ -203,7 +204,7 @@ def _on_arrays(
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: _Packing, words: dict[str, Any]) -> Tensor:
-    """Sequences packed in the rows of a batch, which lie one after another."""
+    """Attention on sequences packed in the rows of a batch, which are concatenated."""
     if mask.kv_lens is not None or q.shape[1] != k.shape[1]:
         raise NotImplementedError(_PACKED_BESIDE)
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -212,7 +213,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, mask: Mask, packing: _Packing, word
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of the same head_dim: zeros behind the narrower ones change no score, and no channel that is kept."""
+    """Pad q, k and v to the same head_dim: trailing zeros change neither scores nor the channels that are returned."""
     more = v.shape[-1] - q.shape[-1]
     if more > 0:
         q, k = torch.nn.functional.pad(q, (0, more)), torch.nn.functional.pad(k, (0, more))
@@ -222,5 +223,5 @@ def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _taken(x: Tensor, order: Tensor) -> Tensor:
-    """Rows of `[B, T, H, D]` in the order that each sequence has."""
+    """Permute the rows of `[B, T, H, D]` by the order of each sequence."""
     return x.gather(1, order[:, :, None, None].expand(-1, -1, *x.shape[2:]))

@@ -1,8 +1,8 @@
-"""Batcher: requests that come and go over one model and one set of pages.
+"""Batcher: continuous batching of requests over one model and one pool of pages.
 
-A round is at most two forward passes. The first computes prompts, packed one after another, up to a bound; the second
-computes one token of every request that has its prompt in pages. Before each pass the host reserves pages. Who gets
-them is decided here: first come, first served, and where pages run out the request that came last gives its own back.
+A round is at most two forward passes. The first computes prompts, packed in sequence, up to a limit of tokens; the
+second computes one token of every request whose prompt is in pages. Before each pass the host reserves pages. This file
+decides which request gets them: first come, first served, and when pages run out, the latest request is preempted.
 """
 
 from __future__ import annotations
@@ -29,22 +29,26 @@ logger = logging.getLogger(__name__)
 
 
 class Batcher:
-    """Continuous batching: requests of any length, each with words of its own, that come and go over one model.
+    """Continuous batching: requests of any length, each with its own options, join and leave while one model runs.
 
     Args:
-        model: a decoder-only model for causal language modelling. Its attn_implementation is "qf" while a round is
-            computed, unless it is "qf_int8" or "qf_int8_fp8", which on pages compute what "qf" computes.
-        pages: how many pages there are for all requests.
-        page_size, cache_precision, capture, fuse: as of `generate`.
-        slots: how many requests run at the same time, at most.
-        prefill_tokens: how many tokens of prompts a round computes, at most: a longer prompt takes several rounds, in
-            which the others go on.
-        share_prefixes: whether a prompt takes pages that hold its beginning already, of a request that is running or
-            one that is done. Those are kept until somebody needs their pages.
+        model: a decoder-only model for causal language modelling. Its attn_implementation is "qf" during a round,
+            unless it is "qf_int8" or "qf_int8_fp8", which on pages compute the same as "qf".
+        pages: the number of pages for all requests.
+        page_size, cache_precision, capture, fuse: as in `generate`.
+        slots: the maximum number of requests that run concurrently.
+        prefill_tokens: the maximum number of prompt tokens per round: a longer prompt takes several rounds, during
+            which the other requests continue.
+        share_prefixes: whether a prompt reuses pages that already hold its beginning, from a running or a finished
+            request. Pages of finished requests are kept until another request needs them.
 
-    Requests are admitted in the order they came, as soon as there are a slot and pages for the prompt. Where pages run
-    out while requests run, the one that came last gives its pages back and waits; what they held is computed again. So
-    the oldest request always goes on. The tokens of a request do not depend on the others, but for rounding.
+    Requests are admitted in order of arrival, as soon as a slot and pages for the prompt are free. If pages run out
+    while requests run, the latest request is preempted: it loses its pages, waits, and what they held is recomputed. So
+    the oldest request always makes progress. The tokens of a request do not depend on other requests, except for
+    rounding.
+
+    `submit` and `Request.cancel` may be called from any thread, and from `stream`; `step` and `run` from one thread at
+    a time.
 
     `submit` and `Request.cancel` may come from any thread, and from `stream`; `step` and `run` from one at a time.
 
@@ -86,14 +90,14 @@ class Batcher:
         with self._causal.at_work():
             self._passes = Passes(self._causal, cache, model.get_input_embeddings().weight.device, capture)
         self.kv: qflash.KVCache = cache.kv
-        """The pages."""
+        """The pages of all requests."""
         self._prefixes = Prefixes(self.kv) if share_prefixes else None
         self._slots, self._prefill_tokens = slots, prefill_tokens
         self._waiting: deque[Request] = deque()
-        self._lock = Lock()  # of those that wait
+        self._lock = Lock()  # guards self._waiting
         self._is_at_work = Lock()
-        self._running: list[Request] = []  # in the order they came
-        self._is_cut_off = False  # an interrupt came between things that belong together
+        self._running: list[Request] = []  # in order of arrival
+        self._is_cut_off = False  # an interrupt left an update half done
 
     # For the user.
 
@@ -114,12 +118,15 @@ class Batcher:
 
         Args:
             ids: the prompt, int64 or int32 `[T]`, or a list of ints.
-            max_new_tokens, eos_token_id, do_sample, temperature, top_k, top_p: as of `generate`.
-            seed: of this request's draws, which are the same whatever else is computed; None: another one each time.
-            stream: called with each new token. What it raises ends this request, as its `error`.
+            max_new_tokens, eos_token_id, do_sample, temperature, top_k, top_p: as in `generate`.
+            seed: the seed of this request's samples, which do not depend on what else is computed. None: a random one.
+            stream: called with each new token. An exception that it raises ends this request, as its `error`.
 
         Returns:
-            A `Request`. One that pages or the model's positions could never hold is refused with a ValueError.
+            A `Request`.
+
+        Raises:
+            ValueError: the request could never fit the pages or the model's positions.
         """
         sampling = Sampling(do_sample, temperature, top_k, top_p)
         sampling.check()
@@ -135,7 +142,7 @@ class Batcher:
         return request
 
     def step(self) -> bool:
-        """Compute a round: prompts, then a token of each request that runs. Whether any request is left."""
+        """Compute one round: prompts, then one token of each running request. Returns whether any request is left."""
         with self._alone():
             return self._round()
 
@@ -146,14 +153,14 @@ class Batcher:
                 pass
 
     def forget_prefixes(self) -> None:
-        """Free the pages that were kept of requests which are done."""
+        """Free the pages kept of finished requests."""
         with self._alone():
             if self._prefixes is not None:
                 self._prefixes.forget()
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph did a round's tokens."""
+        """Whether a CUDA graph has computed tokens of a round."""
         return self._passes.is_captured
 
     @property
@@ -163,7 +170,7 @@ class Batcher:
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """The names of modules that run with fewer launches, by what is fused."""
+        """The names of modules that run with fewer launches, by kind of fusion."""
         return self._causal.fused
 
     def __repr__(self) -> str:
@@ -220,7 +227,7 @@ class Batcher:
             self._compute(requests, counts, lambda: decode.run(requests))
 
     def _compute(self, requests: list[Request], counts: list[int], run: Callable[[], Sequence[int | None]]) -> None:
-        """A pass for which pages are reserved. Where it fails, so do its requests."""
+        """Run a pass for which pages are reserved. If it fails, its requests fail."""
         try:
             tokens = run()
         except Exception as error:
@@ -234,10 +241,10 @@ class Batcher:
         self._settle(requests)
 
     def _recover(self) -> None:
-        """After an interrupt, which may have come anywhere: all pages are given back, and those that ran wait for them.
+        """Recover from an interrupt, which may have come anywhere: free all pages and queue the running requests again.
 
-        A request moves into one list before it leaves the other, and leaves the last one after it is done, so none is
-        lost. Its tokens stay.
+        A request is added to its new list before it leaves the old one, and leaves the last list after it is done, so
+        none is lost. Requests keep their tokens.
         """
         with self._lock:
             requests = [*self._running, *self._waiting]
@@ -256,7 +263,7 @@ class Batcher:
     # Requests.
 
     def _settle(self, requests: Sequence[Request]) -> None:
-        """Tell requests their new tokens, and end those that are over."""
+        """Send requests their new tokens, and end those that are finished."""
         for request in list(requests):
             try:
                 request.tell()
@@ -286,7 +293,7 @@ class Batcher:
         self._running.remove(request)
 
     def _give_back(self, request: Request, is_kept: bool = False) -> None:
-        """Take a request's pages. is_kept: others may still begin with them."""
+        """Free a request's pages. is_kept: keep them as a prefix for other requests."""
         if request.sequence is not None:
             if is_kept and self._prefixes is not None:
                 self._prefixes.keep(request)
@@ -297,14 +304,14 @@ class Batcher:
     # Slots and pages.
 
     def _admit(self) -> None:
-        """Let requests in, in the order they came, while there are slots and pages for their prompts."""
+        """Admit requests in order of arrival, while there are slots and pages for their prompts."""
         while self._waiting and len(self._running) < self._slots:
-            request = self._waiting[0]  # only this thread takes from that end
+            request = self._waiting[0]  # only this thread removes from that end
             if self._prefixes is None:
                 request.sequence = self.kv.open()
             else:
                 found = self._prefixes.find(request.known, self._running)
-                if found.is_growing:  # soon there will be more to share
+                if found.is_growing:  # more pages to share will be written soon
                     return
                 self._prefixes.share(found, request)
             promised = sum(map(self._promised, self._running)) + self._promised(request)
@@ -318,14 +325,14 @@ class Batcher:
                 self._waiting.popleft()
 
     def _promised(self, request: Request) -> int:
-        """How many pages it will take for what it knows, and one more, so that it is not soon without."""
+        """The number of pages needed for the known tokens, plus one, so that the request does not run out soon."""
         wanted = min(self._pages_of(len(request.known)) + 1, self._pages_of(request.longest))
         return wanted - self._pages_of(request.written)
 
     def _reserve(
         self, requests: list[Request], counts: list[int], into: Any = None
     ) -> tuple[Any, list[Request], list[int]]:
-        """Pages for new tokens of requests, and those of them that still run then."""
+        """Reserve pages for new tokens of requests. Returns the step, and the requests still running, with counts."""
         while requests:
             try:
                 return self.kv.extend([request.sequence for request in requests], counts, into=into), requests, counts
@@ -334,7 +341,7 @@ class Batcher:
                     continue
                 if len(self._running) > 1:
                     self._preempt(self._running[-1])
-                else:  # somebody else has taken pages
+                else:  # pages were taken by other users of the cache
                     self._fail(self._running[0], error)
             left = [
                 (request, count)
@@ -345,7 +352,7 @@ class Batcher:
         return None, requests, counts
 
     def _preempt(self, request: Request) -> None:
-        """Take the pages of a request, which waits for them before all that came later."""
+        """Preempt a request: it loses its pages and is first in the queue."""
         self._give_back(request)
         request.preempted += 1
         with self._lock:
@@ -373,12 +380,12 @@ class Batcher:
 
 
 def _unwritten(request: Request) -> int:
-    """How many tokens a request knows that are not in pages: one while it decodes, more before that."""
+    """The number of known tokens that are not in pages: one while decoding, more before that."""
     return len(request.known) - request.written
 
 
 def _positions(config: Any) -> int | None:
-    """How many positions a sequence may have before the model has none for it, or would change the rotation of all
+    """The largest length of a sequence for which the model has positions, and does not change the rotation of all
     sequences because one is long (longrope)."""
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""A decoder-only model as the decode loops call it: what they need of it, its attention, and the logits of a pass."""
+"""A decoder-only model as the decode loops call it: its requirements, its attention, and the logits of a pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 class CausalModel:
-    """A model for causal language modelling. fuse: whether what is recognised runs with fewer launches."""
+    """A model for causal language modelling. fuse: whether modules that are recognized run with fewer launches."""
 
     def __init__(self, model: Any, fuse: bool) -> None:
         needed = ("config", "generation_config", "set_attn_implementation")
@@ -41,19 +41,19 @@ class CausalModel:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """The model with qflash's attention and fewer launches, without gradients. It is as it was afterwards."""
+        """Run the model with qflash's attention, fewer launches and no gradients, and restore it on exit."""
         if self.model.training and _is_checkpointing(self.model):
             raise NotImplementedError(
                 f"{type(self.model).__name__} trains with gradient checkpointing, which fills no cache; "
                 "allowed: model.eval()"
             )
         fused = nullcontext() if self._fusion is None else self._fusion.applied()
-        # Pages and tables outlive the call, so they must not be tensors of somebody's inference mode.
+        # Pages and tables outlive the call, so they must not be tensors of the caller's inference mode.
         with torch.inference_mode(False), torch.no_grad(), _attention_by_qflash(self.model), fused:
             yield
 
     def logits(self, ids: Tensor, positions: Tensor, mask: Any, cache: Any, keep: Tensor | None = None) -> Tensor:
-        """`[B, n, vocabulary]` of a pass: of the tokens that `keep`, int64 `[n]`, names; None: of the last ones."""
+        """Logits `[B, n, vocabulary]` of the tokens at the indices `keep`, int64 `[n]`. None: of the last tokens."""
         takes_keep = "logits_to_keep" in self._parameters
         kept = {"logits_to_keep": 1 if keep is None else keep} if takes_keep else {}
         with nullcontext() if self._fusion is None else self._fusion.one_pass():
@@ -71,37 +71,37 @@ class CausalModel:
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """The names of modules that run with fewer launches, by what is fused."""
+        """The names of modules that run with fewer launches, by kind of fusion."""
         return {} if self._fusion is None else self._fusion.names
 
     @property
     def as_captured(self) -> tuple[Any, ...]:
-        """What a graph of a pass holds and nobody tells it when that changes: where weights are, and modes."""
+        """The state that a captured graph depends on and is not notified about: addresses of weights, and modes."""
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         weights = (*self.model.parameters(), *self.model.buffers())
         return self.model.training, autocast, tuple([_address(x) for x in weights])
 
     @property
     def device(self) -> torch.device | None:
-        """Where ids must be; None: anywhere, because hooks of accelerate move them."""
+        """Where ids must be. None: anywhere, because hooks of accelerate move them."""
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
         return None if weight is None or hasattr(self.model, "_hf_hook") else weight.device
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens the model has embeddings of."""
+        """The number of tokens that the model has embeddings for."""
         weight = getattr(self.model.get_input_embeddings(), "weight", None)
         return int(self.model.config.get_text_config(decoder=True).vocab_size if weight is None else weight.shape[0])
 
     @property
     def learned_positions(self) -> int | None:
-        """How many positions the model has learned; None: it computes them, and there is no last one."""
+        """The number of learned positions. None: the model computes positions, and there is no last one."""
         most = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if most is None:
             return None
         for name, module in self.model.named_modules():
             is_of_positions = "pos" in name.rpartition(".")[2] or name.endswith("wpe")
-            # Some have a few rows before the first position.
+            # Some models have a few rows before the first position.
             if is_of_positions and isinstance(module, torch.nn.Embedding) and 0 <= module.num_embeddings - most <= 8:
                 return int(most)
         return None
@@ -124,8 +124,8 @@ class CausalModel:
         return ends
 
     def padding(self, pad: int | None, ends: tuple[int, ...]) -> int:
-        """The token that follows an end: `pad`, or that of the model's generation_config, its first end, or 0. Steps
-        embed it, so a config's number that stands for none, such as -1, is passed over."""
+        """The token after the end of a sequence: `pad`, or that of the model's generation_config, its first end, or 0.
+        Steps embed it, so a placeholder in the config that is no token, such as -1, is skipped."""
         vocabulary = self.vocabulary
         if pad is not None:
             return check_token("pad_token_id", pad, vocabulary)
@@ -136,12 +136,12 @@ class CausalModel:
 def _address(x: Tensor) -> int:
     try:
         return x.data_ptr()
-    except RuntimeError:  # a tensor of other tensors
+    except RuntimeError:  # a tensor made of other tensors
         return id(x)
 
 
 def _is_checkpointing(model: Any) -> bool:
-    """Whether a model keeps some activations and computes the others again, under its newer name or its older one."""
+    """Whether a model uses activation checkpointing, under its newer name or its older one."""
     names = ("is_activation_checkpointing", "is_gradient_checkpointing")
     name = next((name for name in names if hasattr(type(model), name)), None)
     return name is not None and bool(getattr(model, name))
@@ -151,13 +151,13 @@ _Attention = list[tuple[Any, str | None]]  # configs, and the attn_implementatio
 
 _lock = Lock()
 _borrowed: WeakKeyDictionary[Any, tuple[int, _Attention]] = WeakKeyDictionary()
-"""Models whose attention is ours for a while: how many are at work with each, and what it was before."""
+"""Models whose attn_implementation is replaced: the number of users of each, and what it was before."""
 
 
 @contextmanager
 def _attention_by_qflash(model: Any) -> Iterator[None]:
-    """The attn_implementation of a model's text decoder as "qf", unless it is one of ours. Where several threads are at
-    work with a model, the last one to leave hands it back."""
+    """Set the attn_implementation of a model's text decoder to "qf", unless it is already one of ours. If several
+    threads use a model, the last one to finish restores it."""
     register()
     with _lock:
         users, before = _borrowed.get(model, (0, []))
@@ -180,7 +180,7 @@ def _attention_by_qflash(model: Any) -> Iterator[None]:
 
 
 def _set_attention(model: Any, before: _Attention) -> None:
-    """Ours for the text decoder; `before` again if that cannot be."""
+    """Set ours for the text decoder, or restore `before` if that fails."""
     try:
         model.set_attn_implementation(_wanted(model.config))
         found = _text_decoder(model.config)._attn_implementation
@@ -196,11 +196,11 @@ def _set_attention(model: Any, before: _Attention) -> None:
 
 def _restore(before: _Attention) -> None:
     for config, name in before:
-        config._attn_implementation_internal = name  # the property sets it for all configs inside, too
+        config._attn_implementation_internal = name  # the property would set it for all nested configs, too
 
 
 def _attention_of(model: Any) -> _Attention:
-    """What all configs of a model have, also those of its parts that are no part of its own config."""
+    """The attn_implementation of all configs of a model, including those of submodules that its own config lacks."""
     configs = [model.config, *(part.config for part in model.modules() if isinstance(part, PreTrainedModel))]
     known: dict[int, Any] = {}  # by id: configs have no hash
     while configs:
@@ -212,13 +212,13 @@ def _attention_of(model: Any) -> _Attention:
 
 
 def _inside(config: Any) -> dict[str, Any]:
-    """The configs of a config's parts, such as its text decoder and what sees images, by name."""
+    """The configs of a config's parts, such as its text decoder or its vision encoder, by name."""
     found = {name: getattr(config, name, None) for name in config.sub_configs}
     return {name: part for name, part in found.items() if isinstance(part, PreTrainedConfig)}
 
 
 def _text_decoder(config: Any) -> Any:
-    """The config of the part that generates; config itself where it has no such part."""
+    """The config of the part that generates, or config itself if it has no such part."""
     text = config.get_text_config(decoder=True)
     return text if _leads_to(config, text) else config
 
@@ -228,13 +228,13 @@ def _leads_to(config: Any, part: Any) -> bool:
 
 
 def _found(config: Any) -> Any:
-    """The attn_implementation of a config and those inside, as set_attn_implementation takes them."""
+    """The attn_implementation of a config and of its nested configs, in the form that set_attn_implementation takes."""
     return _tree(config, lambda part: False)
 
 
 def _wanted(config: Any) -> Any:
-    """The same, with ours for the text decoder, for the configs around it, which some models make masks by, and where
-    it had none, for all that is inside: a decoder may have a config there that transformers has no name for."""
+    """The same with ours for the text decoder, for the configs around it, which some models use to make masks, and, if
+    the decoder had none of ours, for all configs nested in it: some have no name in transformers."""
     text = _text_decoder(config)
     is_new = text._attn_implementation not in FUNCTIONS
     return _tree(config, lambda part: _leads_to(part, text) or (is_new and _leads_to(text, part)))

@@ -1,8 +1,8 @@
-"""generate: a decode loop over a paged cache whose step has fixed shapes, captured as a CUDA graph where there is one.
+"""generate: a decode loop over a paged cache; its step has fixed shapes and is captured as a CUDA graph if possible.
 
-Each token takes one forward pass of the model as it is. Before it the host reserves a slot in the pages and uploads
-lengths (`PagedCache.advance`). The pass itself, and the choice of the next token, read and write tensors that stay
-where they are, so that a CUDA graph of one pass serves all tokens.
+Each token takes one forward pass of the unmodified model. Before it, the host reserves a slot in the pages and uploads
+lengths (`PagedCache.advance`). The pass itself and the choice of the next token read and write tensors at fixed
+addresses, so a CUDA graph of one pass serves all tokens.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from qflash.integrations.transformers.sampling import Sampling
 Tensor = torch.Tensor
 Stream = Callable[[list[int | None]], None]
 
-MOST_STEPS = 32  # of a Decoder, with their graphs: a server whose callers choose words of their own stays bounded
+MOST_STEPS = 32  # kept by a Decoder, with their graphs: bounds a server whose callers choose their own options
 TOO_FEW = "a step is captured with the third token, and there were fewer"
-LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to see whether all sequences have ended
+LOOK_EVERY = 16  # tokens on a GPU: how often the host waits to check whether all sequences have ended
 
 
 @dataclass(frozen=True, eq=False)
 class Generated:
-    """What `generate` returns.
+    """The result of `generate`.
 
-    sequences: int64 `[B, T + n]`, the prompts as they came and what was generated; after an end there is padding.
-    new_tokens: the generated part, `[B, n]`. lengths: how many of those each sequence has, with its end.
-    is_captured: whether a CUDA graph did the steps. reason: why not, or "". fused: the names of modules that ran with
-    fewer launches, by what was fused: "rope", "rms_norm", "gelu".
+    Attributes:
+        sequences: int64 `[B, T + n]`, the prompts as given and the generated tokens, with padding after an end.
+        new_tokens: the generated part, `[B, n]`.
+        lengths: the number of new tokens of each sequence, including its end token.
+        is_captured: whether a CUDA graph ran the steps.
+        reason: why no graph did, or "".
+        fused: the names of modules that ran with fewer launches, by kind of fusion: "rope", "rms_norm", "gelu".
     """
 
     sequences: Tensor
@@ -80,32 +83,33 @@ def generate(
     capture: bool = True,
     fuse: bool = True,
 ) -> Generated:
-    """Generate text with a decoder-only model of transformers, its keys and values in pages.
+    """Generate text with a decoder-only model of transformers, with its keys and values in pages.
 
     Args:
-        model: a model for causal language modelling. Its attn_implementation becomes "qf" meanwhile, unless it is
-            "qf_int8" or "qf_int8_fp8", which on pages compute what "qf" computes.
+        model: a model for causal language modelling. Its attn_implementation is "qf" during the call, unless it is
+            "qf_int8" or "qf_int8_fp8", which on pages compute the same as "qf".
         input_ids: int64 or int32 `[B, T]`.
-        attention_mask: `[B, T]`, 0 for padding, wherever it is, and a token at least in each row; None: no padding.
-        max_new_tokens: how many tokens are generated at most.
-        eos_token_id: what ends a sequence, one or several; None: those of model.generation_config; (): nothing does.
-        pad_token_id: what follows an end; None: that of model.generation_config, or its first end, or 0.
-        do_sample, temperature, top_k, top_p: how a token is chosen; the most likely one by default.
-        seed: of the draws; None: another one each time.
+        attention_mask: `[B, T]`, 0 for padding at any position, with at least one token in each row. None: no padding.
+        max_new_tokens: the maximum number of tokens to generate.
+        eos_token_id: the token that ends a sequence, or several. None: those of model.generation_config. (): none.
+        pad_token_id: the token after the end of a sequence. None: that of model.generation_config, or its first end
+            token, or 0.
+        do_sample, temperature, top_k, top_p: how the next token is chosen. Default: greedily.
+        seed: the seed for sampling. None: a random one.
         cache_precision: None, or "int8" for pages of half the size.
-        page_size: tokens of a page: 16, 32, 64, 128 or 256.
-        stream: called for each step with a list of new tokens, None for sequences that have ended. The host then waits
-            for every token. It may run the model, and may not call the same Decoder.
-        capture: False keeps the steps out of a CUDA graph.
-        fuse: False runs every module of the model as it was made. True computes what is recognised in fewer launches:
-            rotary embedding in the write of keys and in attention, RMS norms and GeLU with tanh in one each. Results
-            are the same within rounding; `fused` of the result has the names.
+        page_size: tokens per page: 16, 32, 64, 128 or 256.
+        stream: called in each step with a list of new tokens, None for sequences that have ended. The host then waits
+            for every token. It may run the model, but may not call the same Decoder.
+        capture: whether steps may be captured as a CUDA graph.
+        fuse: whether modules that are recognized run with fewer launches: rotary embedding in the write of keys and in
+            attention, RMS norms and GeLU with tanh in one launch each. Results are the same within rounding; `fused` of
+            the result lists the modules. False runs every module unchanged.
 
     Returns:
-        `Generated`. Its `reason` says why no CUDA graph was used, where none was.
+        A `Generated`. Its `reason` says why no CUDA graph was used, if none was.
 
-    Several calls on one model are better made by one `Decoder`, which keeps pages and graphs. Threads may share a
-    model, each with a `Decoder` or calls of its own.
+    For several calls on one model, use a `Decoder`, which keeps pages and graphs. Threads may share a model, each with
+    its own `Decoder` or its own calls.
 
     Example:
         >>> import torch
@@ -121,7 +125,7 @@ def generate(
     check_prompts(input_ids, attention_mask)
     check_count("max_new_tokens", max_new_tokens)
     check_int("page_size", page_size)
-    # The cache refuses other page sizes, 0 among them.
+    # The cache rejects other page sizes, including 0.
     pages = input_ids.shape[0] * -(-(input_ids.shape[1] + max_new_tokens) // max(page_size, 1))
     decoder = Decoder(
         model, pages=pages, page_size=page_size, cache_precision=cache_precision, capture=capture,
@@ -134,15 +138,15 @@ def generate(
 
 
 class Decoder:
-    """A model with pages of its own, and a CUDA graph of the decode step for each batch size that it has served.
+    """A model with its own pages, and a CUDA graph of the decode step for each batch size that it has served.
 
     Args:
-        model: as of `generate`.
-        pages: how many pages there are for all sequences of a batch.
-        page_size, cache_precision, capture, fuse: as of `generate`.
+        model: as in `generate`.
+        pages: the number of pages for all sequences of a batch.
+        page_size, cache_precision, capture, fuse: as in `generate`.
 
-    A batch that does not fit raises `qflash.OutOfPagesError`, and the next one finds all pages free. A Decoder
-    serves one call at a time; threads have one each.
+    A batch that does not fit raises `qflash.OutOfPagesError`; for the next one all pages are free. A Decoder runs one
+    call at a time; threads need one each.
     """
 
     def __init__(
@@ -165,7 +169,7 @@ class Decoder:
         self._is_free = threading.Lock()
         self._pool = Pool()
         self._steps: dict[Any, _DecodeStep] = {}
-        self._as_captured: Any = None  # of the model, when these were made
+        self._as_captured: Any = None  # of the model, when the steps were made
 
     def generate(
         self,
@@ -195,7 +199,7 @@ class Decoder:
         padding = self._causal.padding(pad_token_id, ends)
         self._check_positions(input_ids, attention_mask, max_new_tokens)
         tokens = input_ids.shape[1] + max_new_tokens
-        columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so that few graphs serve all
+        columns = 1 << (-(-tokens // self._page_size) - 1).bit_length()  # a power of two, so few graphs serve all
         key = (input_ids.shape[0], columns, input_ids.device, sampling, ends, padding)
         with self._alone(), self._causal.at_work():
             step = self._step_of(key)
@@ -211,12 +215,12 @@ class Decoder:
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """The names of modules that run with fewer launches, by what is fused."""
+        """The names of modules that run with fewer launches, by kind of fusion."""
         return self._causal.fused
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Nobody else in these pages: not another thread, and not a `stream` that generates."""
+        """Exclusive use of the pages: no other thread, and no `stream` that calls generate."""
         if not self._is_free.acquire(blocking=False):
             raise RuntimeError("the Decoder is generating already; allowed: one call at a time, or a Decoder for each")
         try:
@@ -225,9 +229,9 @@ class Decoder:
             self._is_free.release()
 
     def _step_of(self, key: Any) -> _DecodeStep:
-        """The step of such calls, which becomes the latest one."""
+        """The step for such calls, marked as the most recently used."""
         as_captured = self._causal.as_captured
-        if as_captured != self._as_captured:  # graphs read weights where they were
+        if as_captured != self._as_captured:  # graphs read weights at their old addresses
             self._steps.clear()
             self._as_captured = as_captured
         step = self._steps.pop(key, None) or _DecodeStep(self, *key)
@@ -237,7 +241,7 @@ class Decoder:
         return step
 
     def _check_positions(self, ids: Tensor, mask: Tensor | None, count: int) -> None:
-        """Refuse more tokens than there are learned positions; the last token stands at none."""
+        """Reject more tokens than there are learned positions; the last token needs none."""
         most = self._causal.learned_positions
         if most is None:
             return
@@ -254,7 +258,7 @@ class Decoder:
 
 
 class _DecodeStep:
-    """The tensors of one batch size and length, which stay where they are, and the graph that reads and writes them."""
+    """Tensors at fixed addresses for one batch size and length, and the graph that reads and writes them."""
 
     def __init__(
         self,
@@ -266,14 +270,14 @@ class _DecodeStep:
         ends: tuple[int, ...],
         padding: int,
     ) -> None:
-        self._decoder = weakref.proxy(decoder)  # so that pages and graphs are free with it
+        self._decoder = weakref.proxy(decoder)  # so that pages and graphs are freed with it
         self._columns, self._sampling, self._padding = columns, sampling, padding
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._tokens)
         self._has_ended = torch.zeros(batch, dtype=torch.bool, device=device)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._generator = torch.Generator(device) if sampling.do_sample else None
-        self._tables: Any = None  # of the cache, which the graph reads
+        self._tables: Any = None  # of the cache; the graph reads them
         self.graph: Any = None
         self.reason = obstacle(device, decoder._capture)
 
@@ -298,7 +302,7 @@ class _DecodeStep:
         return new[:, : max(_lengths(new, self._ends.tolist()))]
 
     def _start(self, ids: Tensor, mask: Tensor | None, seed: int | None) -> None:
-        """The prompts, and their first tokens."""
+        """Run the prompts and choose their first tokens."""
         if self._generator is not None:
             self._generator.seed() if seed is None else self._generator.manual_seed(seed)
         ids, mask = left_padded(ids, mask)
@@ -309,7 +313,7 @@ class _DecodeStep:
         self._take(logits)
 
     def _take(self, logits: Tensor) -> None:
-        """Choose the next tokens, and stand where they do."""
+        """Choose the next tokens and advance the positions."""
         tokens = self._sampling.choose(logits, self._generator)
         tokens = torch.where(self._has_ended, self._padding, tokens)
         self._has_ended |= (tokens[:, None] == self._ends).any(1)
@@ -320,7 +324,7 @@ class _DecodeStep:
         self._take(self._decoder.forward(self._tokens, self._positions, UNPADDED))
 
     def _advance(self, index: int) -> None:
-        """One step: the first one as it is, which warms everything up, and those after it by the graph."""
+        """Run one step: the first one eagerly, which warms everything up, later ones with the graph."""
         if self.graph is None and not self.reason and index > 1:
             self._try_capture()
         if self.graph is not None:
@@ -332,7 +336,7 @@ class _DecodeStep:
         self.graph, self.reason = captured(self._step, self._tokens.device, self._decoder._pool, self._generator)
         self._decoder.cache.repeat_pass()
         if self.graph is None and self._generator is not None:
-            # A capture that was cut off may leave its generator to graphs alone: another one goes on with its draws.
+            # After an interrupted capture the generator may work only in graphs: a new one continues its sequence.
             old, self._generator = self._generator, torch.Generator(self._tokens.device)
             self._generator.set_state(old.get_state())
 
@@ -343,7 +347,7 @@ class _DecodeStep:
         return waits and bool(self._has_ended.all())
 
     def _reserve(self) -> bool:
-        """Reserve the next token of each sequence; False: there are no pages, and all sequences have ended."""
+        """Reserve the next token of each sequence. False: there are no pages, and all sequences have ended."""
         try:
             self._decoder.cache.advance()
         except qflash.OutOfPagesError:
@@ -353,7 +357,7 @@ class _DecodeStep:
         return True
 
     def _send(self, stream: Stream | None, over: list[bool]) -> list[bool]:
-        """Hand the new tokens of sequences that are not over to `stream`; which ones are over now."""
+        """Pass the new tokens of unfinished sequences to `stream`, and return which sequences have ended now."""
         if stream is None:
             return over
         tokens, ended = self._tokens[:, 0].tolist(), self._has_ended.tolist()
@@ -362,7 +366,7 @@ class _DecodeStep:
 
 
 def _lengths(new: Tensor, ends: Sequence[int]) -> list[int]:
-    """How many tokens each sequence has up to its end, which counts."""
+    """The number of tokens of each sequence, including its end token."""
     is_end = torch.isin(new, torch.tensor(ends, dtype=new.dtype, device=new.device))
     first = torch.where(is_end.any(1), is_end.to(torch.int8).argmax(1) + 1, new.shape[1])
     return [int(length) for length in first.tolist()]

@@ -1,8 +1,8 @@
-"""fuse_layers: what a model computes between its products in many small steps, in one each, forward and backward.
+"""fuse_layers: fuses what a model computes between its matrix products in many small steps, forward and backward.
 
-A module that is recognised gets a class of its own, which is made of the class it had and has another forward. An
-attribute `forward` would be bound to one module: copies of it, pickled ones and the replicas of
-torch.nn.DataParallel would compute with its weights.
+A recognized module gets a new class, derived from the class it had, with another forward. An attribute `forward` would
+be bound to one module: its copies, pickled or not, and the replicas of torch.nn.DataParallel would compute with that
+module's weights.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ _DEVICES = ("cpu", "cuda")
 
 
 def fuse_layers(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Compute rotary embeddings by `qflash.rope`, MLPs of Llama by `qflash.swiglu` and RMS norms by PyTorch's own
-    kernel, for good. It is meant for training, where these steps take longer than attention does.
+    """Run rotary embeddings by `qflash.rope`, Llama MLPs by `qflash.swiglu`, and RMS norms by PyTorch's own kernel.
 
-    Parameters, their names and gradients are as before, and results are within rounding. What is recognised is found
-    out by trying it on small arrays. Everything else runs as it was made: layers with hooks, layers that somebody
-    replaces later, tensors that qflash does not take (float64, subclasses), forward-mode differentiation, and calls
-    under autocast, but for RMS norms of float32. `qflash.swiglu` has no second derivative. On a GPU the tables of a
-    rotation are looked at once: where later ones have two angles for a pair of channels, the results are NaN.
+    This is meant for training, where these steps take longer than attention, and it changes the model permanently.
+    Parameters, their names and gradients are unchanged, and results agree within rounding. Modules are recognized by
+    trying them on small arrays. Everything else runs unchanged: layers with hooks, layers that are replaced later,
+    tensors that qflash does not support (float64, subclasses), forward-mode differentiation, and calls under autocast,
+    except for RMS norms of float32. `qflash.swiglu` has no second derivative. On a GPU the tables of a rotation are
+    checked once: if later tables have two different angles for a pair of channels, the results are NaN.
 
-    A module keeps its type's name and is an instance of that type; it can be copied, pickled and replicated. A
-    `Decoder` fuses by itself what pays there: give it a model that was not changed.
+    A module keeps the name of its type and is an instance of that type; it can be copied, pickled and replicated. A
+    `Decoder` itself fuses what is worthwhile there: give it the unchanged model.
 
     Returns:
-        The names of the modules that are fused, by what is: "rope", "swiglu", "rms_norm".
+        The names of the fused modules, by kind of fusion: "rope", "swiglu", "rms_norm".
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -67,8 +67,8 @@ def fuse_layers(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def _known(module: nn.Module) -> tuple[str, Any] | None:
-    """What a module is, and what its forward has to know for that."""
-    if type(module) is not class_as_made(module):  # it is fused
+    """What a module is, and the details that its forward needs."""
+    if type(module) is not class_as_made(module):  # already fused
         return None
     if (rotation := rotation_of(module)) is not None:
         return "rope", _Rotating(type(module), rotation[1])
@@ -80,7 +80,7 @@ def _known(module: nn.Module) -> tuple[str, Any] | None:
 
 
 def _tried(module: nn.Module) -> tuple[str, Any] | None:
-    """What a module is in the mode that it is in, training or not."""
+    """What a module is in its current mode, training or not."""
     if not any(map(_is_hooked, module.children())) and is_swiglu(module):
         return "swiglu", type(module.act_fn)
     if (formula := norm_weight(module)) is not None:
@@ -90,16 +90,16 @@ def _tried(module: nn.Module) -> tuple[str, Any] | None:
 
 @cache
 def _fused(made: Any, kind: str) -> Any:
-    """A class like `made`, of its name, that runs in fewer steps."""
+    """A class derived from `made`, with its name, that runs in fewer steps."""
     run, original = _FORWARDS[kind], made.forward
 
     @wraps(original)
     def forward(module: Any, *arguments: Any, **words: Any) -> Any:
-        # Somebody may have given the class another forward since.
+        # The class may have been given another forward since.
         return (run if made.forward is original else made.forward)(module, *arguments, **words)
 
     def reduced(module: Any, protocol: Any) -> Any:
-        """For pickle and copy, which look for a class by its name and would find the one it was made of."""
+        """For pickle and copy, which look a class up by its name and would find the original one."""
         function, arguments, *state = super(fused, module).__reduce_ex__(max(int(protocol), 2))
         return (_new, (made, kind), *state) if arguments == (fused,) else (function, arguments, *state)
 
@@ -110,13 +110,13 @@ def _fused(made: Any, kind: str) -> Any:
 
 
 def _new(made: Any, kind: str) -> Any:
-    """A fused module that is yet to get its state."""
+    """A fused module without its state, which is set later."""
     fused = _fused(made, kind)
     return fused.__new__(fused)
 
 
 def _attention(module: Any, *arguments: Any, **words: Any) -> Any:
-    # A compiled model finds nothing in the globals of a copied function.
+    # In a compiled model the replaced globals of a copied function are not visible.
     is_as_made = torch.compiler.is_compiling() or not module._qflash_detail.is_valid()
     forward = class_as_made(module).forward if is_as_made else module._qflash_detail.forward
     return forward(module, *arguments, **words)
@@ -128,7 +128,7 @@ def _swiglu(mlp: Any, *arguments: Any, **words: Any) -> Any:
     if not is_known or type(act) is not mlp._qflash_detail or any(map(_is_hooked, (gate, up, act))):
         return class_as_made(mlp).forward(mlp, *arguments, **words)
     weights = gate.weight, up.weight, gate.bias, up.bias
-    # An output of one column broadcasts in PyTorch.
+    # PyTorch broadcasts an output of one column.
     if gate.weight.shape != up.weight.shape or not _is_served(*arguments, *(x for x in weights if x is not None)):
         return class_as_made(mlp).forward(mlp, *arguments)
     return mlp.down_proj(qflash.swiglu(*arguments, gate.weight.T, up.weight.T, gate.bias, up.bias))
@@ -142,7 +142,7 @@ _FORWARDS: dict[str, Forward] = {"rope": _attention, "swiglu": _swiglu, "rms_nor
 
 
 class _Rotating:
-    """The forward of an attention class with `_Rotation` in it. Each module has one, and a copy of a module another."""
+    """The forward of an attention class with `_Rotation` in it. Each module, and each copy of one, has its own."""
 
     def __init__(self, made: Any, form: str) -> None:
         self._made, self._form = made, form
@@ -150,7 +150,7 @@ class _Rotating:
         self.forward = with_global(made.forward, NAME, _Rotation(self._rotate, form))
 
     def is_valid(self) -> bool:
-        """Whether the class rotates as it did: somebody may have given its file another function."""
+        """Whether the class still rotates with the same function: its module may have been given another one."""
         return self._made.forward.__globals__.get(NAME) is self._rotate
 
     def __reduce__(self) -> Any:
@@ -158,12 +158,12 @@ class _Rotating:
 
 
 class _Rotation:
-    """Stands in the place of the function that an attention module rotates q and k by."""
+    """Replaces the function with which an attention module rotates q and k."""
 
     def __init__(self, rotate: Forward, form: str) -> None:
         self._rotate, self._form = rotate, form
         self._keeps_type = _keeps_type(rotate, form)
-        self._had_halves: bool | None = None  # not looked at yet
+        self._had_halves: bool | None = None  # not checked yet
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **words: Any) -> Any:
         is_known = not (more or words) and fits(q, k, cos, sin, self._form) and q.numel()
@@ -177,25 +177,25 @@ class _Rotation:
         return tuple(qflash.rope(x.transpose(1, 2), rope, positions=positions).transpose(1, 2) for x in (q, k))
 
     def _serves(self, q: Tensor, cos: Tensor, sin: Tensor) -> bool:
-        """Whether q and k, of one type, are rotated by these tables as qflash.rope does it."""
-        if not self._keeps_type and torch.result_type(q, cos) is not q.dtype:  # the results have the tables' type
+        """Whether qflash.rope rotates q and k, which have one dtype, by these tables as the module does."""
+        if not self._keeps_type and torch.result_type(q, cos) is not q.dtype:  # the results have the tables' dtype
             return False
         is_constant = not (cos.requires_grad or sin.requires_grad or _has_tangent(cos, sin))
         return is_constant and _is_plain(cos) and _is_plain(sin) and self._have_halves(cos, sin)
 
     def _have_halves(self, cos: Tensor, sin: Tensor) -> bool:
-        """Whether each angle is there twice. On a GPU that is looked at once, because looking waits for the device."""
+        """Whether each angle occurs twice. On a GPU this is checked once, because the check waits for the device."""
         if self._had_halves is not None and _has_to_wait(cos):
             return self._had_halves
         try:
             have_halves = has_halves(cos, sin, self._form)
-        except RuntimeError:  # values that nobody can look at: those of torch.func.vmap or of a tracer
+        except RuntimeError:  # values that cannot be read: those of torch.func.vmap or of a tracer
             return False
         self._had_halves = have_halves
         return have_halves
 
     def _rows(self, table: Tensor, half: int) -> Tensor:
-        """Each angle once. Where a GPU has two of one, which nobody has seen, it is NaN and not one of the two."""
+        """Each angle once. On a GPU, where later tables are not checked, two different angles of a pair become NaN."""
         rows = table[..., :half]
         if self._form == "once" or not _has_to_wait(table):
             return rows
@@ -203,25 +203,25 @@ class _Rotation:
 
 
 def _has_to_wait(x: Tensor) -> bool:
-    """Whether looking at values waits for a device."""
+    """Whether reading values waits for a device."""
     return x.is_cuda
 
 
 def _keeps_type(rotate: Forward, form: str) -> bool:
-    """Whether a rotation gives 16-bit q and k back as such, by tables of float32."""
+    """Whether a rotation of 16-bit q and k by float32 tables keeps their dtype."""
     x = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16, device="cpu")
     table = torch.ones(1, 1, 8 if form == "twice" else 4, dtype=torch.float32, device="cpu")
     return all(out.dtype is x.dtype for out in rotate(x, x, table, table))
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether somebody sees, or changes, what goes into a module or comes out, forward or backward."""
+    """Whether hooks read or change a module's inputs or outputs, forward or backward."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in vars(module)
 
 
 def _is_served(*tensors: Tensor) -> bool:
-    """Whether qflash takes tensors together. Autocast would make one type of several."""
+    """Whether qflash supports these tensors together. Autocast would convert them to one dtype."""
     first = tensors[0]
     if first.dtype not in _TYPES or first.device.type not in _DEVICES or torch.is_autocast_enabled(first.device.type):
         return False
@@ -230,12 +230,12 @@ def _is_served(*tensors: Tensor) -> bool:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is a tensor of no class that computes in its own way, as tensors that are quantized or shared do."""
+    """Whether x belongs to no subclass with its own arithmetic, such as quantized or distributed tensors."""
     return type(x) in (Tensor, nn.Parameter)
 
 
 def _has_tangent(*tensors: Tensor) -> bool:
-    """Whether forward-mode differentiation, which kernels know nothing of, goes through a tensor."""
+    """Whether a tensor takes part in forward-mode differentiation, which kernels do not support."""
     if torch.compiler.is_compiling():
         return False
     return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)

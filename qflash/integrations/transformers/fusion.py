@@ -1,9 +1,8 @@
-"""Fewer launches in a forward pass of an unmodified model: what it computes in several small steps is computed in one,
-while a `Decoder` runs it. Modules that are not recognised are run as they are.
+"""Fewer launches in a forward pass of an unmodified model: while a `Decoder` runs it, several small steps are computed
+in one. Modules that are not recognized run unchanged.
 
-A module that is recognised has a class of its own meanwhile, made of the class that it has otherwise. Whoever copies or
-pickles it gets one of the other class. An attribute `forward` would be copied too, and computes with the weights of the
-module that it was made for.
+Meanwhile a recognized module has a new class, derived from its own. A copy or pickle of it has the original class. An
+attribute `forward` would be copied too, and would compute with the weights of the module it was made for.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from qflash.integrations.transformers.rotations import Rotations, class_as_made,
 from qflash.integrations.transformers.stand_ins import is_tanh_gelu, norm_eps, norm_weight
 
 Tensor = torch.Tensor
-Forward = Callable[..., Any]  # of a module and what it is called with
+Forward = Callable[..., Any]  # of a module and its arguments
 
-_IN_STEPS = (NewGELUActivation, FastGELUActivation)  # GeLU with tanh, an elementwise launch for each operation
+_IN_STEPS = (NewGELUActivation, FastGELUActivation)  # GeLU with tanh, one elementwise launch per operation
 
 
 class Fusion:
-    """The modules of a model that are recognised, and their forwards meanwhile."""
+    """The recognized modules of a model, and their fused forwards."""
 
     def __init__(self, model: nn.Module) -> None:
         self._rotations = Rotations()
@@ -41,7 +40,7 @@ class Fusion:
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
-        """The names of the modules that are fused, by what is: "rope", "rms_norm", "gelu"."""
+        """The names of the fused modules, by kind of fusion: "rope", "rms_norm", "gelu"."""
         return {kind: tuple(found) for kind, found in self._names.items() if found}
 
     def _look_at(self, name: str, module: nn.Module) -> None:
@@ -60,8 +59,8 @@ class Fusion:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with these forwards. One that another thread takes away meanwhile is the model's own again, which
-        computes the same. A module that somebody has given a forward since stays as it is."""
+        """Run the model with these forwards. If another thread removes one meanwhile, the model's own forward runs,
+        which computes the same. A module that has been given another forward since stays as it is."""
         placed: list[tuple[Any, Forward, Any, Any]] = []
         try:
             for module, forward in self._forwards:
@@ -80,7 +79,7 @@ class Fusion:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A forward pass over pages, by this thread. Any other, of another thread or of a `stream`, rotates itself."""
+        """A forward pass over pages, by this thread. In other threads, or in a `stream`, modules rotate q and k."""
         with paged_pass():
             try:
                 yield
@@ -89,26 +88,27 @@ class Fusion:
 
 
 _forwards: WeakKeyDictionary[Any, Forward] = WeakKeyDictionary()
-"""Those of modules that are fused at this time. Not attributes, which copies would have, and which must not come and go
-while another thread copies the module."""
+"""Forwards of the modules that are currently fused. They are not attributes, which would be copied with a module and
+would change while another thread copies it."""
 
 
 @cache
 def _for_a_while(made: Any) -> Any:
-    """A class like `made`, of its name, whose modules run by the forward that `_forwards` has for them."""
+    """A class derived from `made`, with its name, whose modules run the forward that `_forwards` has for them."""
 
     def forward(module: Any, /, *arguments: Any, **words: Any) -> Any:
-        # A compiled model finds nothing in the globals of a copied function, and fuses by itself. Other modules of this
-        # class are what was copied in a way of its own, such as the replicas of torch.nn.DataParallel.
+        # A compiled model does not see the replaced globals of a copied function, and the compiler fuses by itself.
+        # Modules of this class without an entry are copies made in other ways, such as the replicas of
+        # torch.nn.DataParallel.
         fused = None if torch.compiler.is_compiling() else _forwards.get(module)
         return (made.forward if fused is None else fused)(module, *arguments, **words)
 
     def reduced(module: Any, protocol: Any) -> Any:
-        """For pickle and copy: how a module of the class `made` would be copied."""
+        """For pickle and copy: reduce the module as an instance of `made`."""
         plain = made.__new__(made)
         plain.__dict__ = dict(vars(module))
         function, arguments, *state = plain.__reduce_ex__(protocol)
-        if function is copyreg.__newobj__:  # pickle takes it for nothing but the class that `module` has now
+        if function is copyreg.__newobj__:  # pickle accepts it only with the current class of `module`
             function = made.__new__
         return function, arguments, *state
 
@@ -127,16 +127,16 @@ def _norm(is_plus_one: bool) -> Forward:
 
 
 def fused_norm(module: Any, is_plus_one: bool, *arguments: Any, **words: Any) -> Any:
-    """What an RMS norm that `norm_weight` knows computes, in PyTorch's one kernel."""
+    """What an RMS norm recognized by `norm_weight` computes, in PyTorch's single kernel."""
     original, weight, eps = class_as_made(module).forward, module.weight, norm_eps(module)
     x = arguments[0] if arguments else None
-    # A gate, say, or a shape that broadcasts: the module knows what that means. An eps that is no float any more, too,
-    # for which PyTorch's kernel would take one of its own.
+    # A gate, say, or a shape that broadcasts: the module defines what that means. Also an eps that is no longer a
+    # float, for which PyTorch's kernel would use its own default.
     if words or len(arguments) != 1 or not isinstance(x, Tensor) or x.shape[-1:] != weight.shape or eps is None:
         return original(module, *arguments, **words)
-    if is_plus_one:  # 1 + w is rounded in no type but float32, in which the module computes it
+    if is_plus_one:  # the module computes in float32, so 1 + w is rounded in no other type
         return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), eps).to(x.dtype)
-    # PyTorch's one kernel takes one type. Autocast may give it another one, but leaves float32 as it is.
+    # PyTorch's single kernel takes one dtype. Autocast may change that of x, but leaves float32 unchanged.
     if x.dtype is not weight.dtype or (x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)):
         return original(module, *arguments)
     return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,4 +1,4 @@
-"""Linear layers of a model in INT8: weights have a scale for each output channel, activations one for each token."""
+"""Linear layers of a model in INT8: a scale per output channel for weights, and one per token for activations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Int8Layers:
-    """What `quantize_linears` returns.
+    """The result of `quantize_linears`.
 
-    names: the layers that are INT8 now; those that are one product in one name, with + between them. skipped: those
-    that are as they were. bytes_before, bytes_after: of the weights and biases of `names`.
+    Attributes:
+        names: the layers that are INT8 now; layers merged into one matrix product have one name, joined by +.
+        skipped: the layers that are unchanged.
+        bytes_before: the size of the weights and biases of `names` before.
+        bytes_after: their size now.
     """
 
     names: tuple[str, ...]
@@ -32,14 +35,14 @@ class Int8Layers:
 
 
 class _Int8Weights(nn.Module):
-    """An INT8 weight, a bias, and what they were made of."""
+    """An INT8 weight, a bias, and the shape and dtype of the original weight."""
 
     values: Tensor
     scale: Tensor
     bias: Tensor | None
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """weight: `[K, N]`, as `qflash.linear` takes it."""
+        """weight: `[K, N]`, as in `qflash.linear`."""
         super().__init__()
         if not isinstance(weight, Tensor):
             raise TypeError(f"weight is {type(weight).__name__}; allowed: a tensor [K, N]")
@@ -51,7 +54,7 @@ class _Int8Weights(nn.Module):
         self.out_features, self.in_features = layer.values.shape
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        """Move to another device, and to another dtype but for the scales, which are float32 always."""
+        """Move to another device or dtype, except that the scales are always float32."""
         scale = self.scale
         super()._apply(fn, recurse)
         self.scale = scale.to(self.scale.device)
@@ -59,7 +62,7 @@ class _Int8Weights(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """About what it was made of, `[N, K]` as of a `torch.nn.Linear`: models read its dtype, and some multiply by it
+        """The dequantized weight, `[N, K]` as in `torch.nn.Linear`: models read its dtype, and some multiply by it
         themselves (Mamba)."""
         return (self.values * self.scale[:, None]).to(getattr(torch, self.weight_dtype))
 
@@ -75,7 +78,7 @@ class _Int8Weights(nn.Module):
 
 
 class Int8Linear(_Int8Weights):
-    """x w + bias with an INT8 weight; x is quantized on the way, a scale for each token. Forward only."""
+    """x w + bias with an INT8 weight; x is quantized in the call, with a scale per token. Forward only."""
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_no_gradient(x)
@@ -101,26 +104,27 @@ class Int8Swiglu(_Int8Weights):
 def quantize_linears(
     model: nn.Module, precision: Literal["int8"] = "int8", *, skip: Sequence[str] | None = None
 ) -> Int8Layers:
-    """Make the linear layers of a model INT8, for good: `torch.nn.Linear`, and transformers' `Conv1D` (GPT-2).
+    """Convert the linear layers of a model to INT8 in place: `torch.nn.Linear`, and transformers' `Conv1D` (GPT-2).
 
-    A weight has a scale for each output channel, an activation one for each token, and sums are int32. q, k and v of an
-    attention become one product, as do gate and up of an MLP, whose silu and product then follow in the same kernel.
+    Weights have a scale per output channel, activations a scale per token, and accumulators are int32. q, k and v of an
+    attention become one matrix product, as do gate and up of an MLP, whose silu and multiplication are fused into the
+    same kernel.
 
     Args:
         model: a model of transformers, or any torch.nn.Module, on the CPU or a CUDA GPU.
         precision: "int8".
-        skip: names of layers that stay as they are, whole or from a dot on: "lm_head", "mlp.down_proj",
-            "model.layers.0.self_attn.q_proj". None: the layer that makes logits, because its errors are seen in all of
+        skip: names of layers that stay unchanged, in full or from a dot on: "lm_head", "mlp.down_proj",
+            "model.layers.0.self_attn.q_proj". None: the layer that computes logits, because its errors affect all of
             them. (): none.
 
     Returns:
-        `Int8Layers`: which layers are INT8 now, and how many bytes they had and have.
+        `Int8Layers`: which layers are INT8 now, and their size in bytes before and after.
 
-    Weights of 16 bits are freed one by one, so that at no time more than one layer is there twice. A weight that an
-    embedding shares with a layer (tied) stays, for the embedding; the layer, where `skip` lets it, has an INT8 copy,
-    and the model is no longer tied. INT8 layers are forward only: an input that requires a gradient raises.
-    `save_pretrained` raises from then on, because `from_pretrained` knows no INT8 layers: save the model before, or its
-    state_dict for a model that `quantize_linears` changed the same way.
+    16-bit weights are freed one by one, so at most one layer is in memory twice at any time. A weight shared with an
+    embedding (tied) is kept for the embedding; the layer, unless skipped, gets an INT8 copy, and the model is no longer
+    tied. INT8 layers are forward only: an input that requires a gradient raises an error. `save_pretrained` then raises
+    an error too, because `from_pretrained` does not support INT8 layers: save the model before, or save its state_dict
+    for a model converted by the same `quantize_linears` call.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -152,7 +156,7 @@ def quantize_linears(
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """`save_pretrained` of a model with INT8 layers. It knows no model, so that copies of one can have it."""
+    """`save_pretrained` of a model with INT8 layers. It has no reference to the model, so that copies can share it."""
     raise NotImplementedError(
         "save_pretrained of a model with INT8 layers, whose names from_pretrained does not know; allowed: "
         "save_pretrained before quantize_linears, or torch.save(model.state_dict(), path) and load_state_dict after "
@@ -161,7 +165,7 @@ def _refuse_to_save(*_: Any, **__: Any) -> None:
 
 
 class _Change:
-    """The layers of a model as they become INT8, larger groups first."""
+    """Converts the layers of a model to INT8, larger groups first."""
 
     def __init__(self, model: nn.Module, skip: Callable[[str], bool]) -> None:
         self._model, self._skip = model, skip
@@ -169,14 +173,14 @@ class _Change:
         self.before = self.after = 0
 
     def swiglus(self) -> None:
-        """MLPs whole."""
+        """Convert MLPs as units."""
         for name, module in list(self._model.named_modules()):
             inner = [f"{name}.{child}" for child in ("gate_proj", "up_proj", "down_proj")]
             if not any(map(self._skip, inner)) and is_swiglu(module) and _is_one_shape(module):
                 self._replace(name, module, Int8Swiglu)
 
     def groups(self) -> None:
-        """Projections of one input, as one product."""
+        """Merge projections of one input into one matrix product."""
         for name, module, children in groups_of(self._model, self._skip):
             layers = [module.get_submodule(child) for child in children]
             whole = f"{name}.{'+'.join(children)}".removeprefix(".")
@@ -186,7 +190,7 @@ class _Change:
             self._count(whole, layers, product)
 
     def layers(self) -> None:
-        """Every other one."""
+        """Convert all other layers."""
         for name, module in list(self._model.named_modules(remove_duplicate=False)):
             if self._skip(name) or not name:
                 continue
@@ -208,7 +212,7 @@ class _Change:
 
 
 def _skipped(model: nn.Module, skip: Sequence[str] | None) -> set[str]:
-    """The whole names of layers that stay."""
+    """The full names of layers that are skipped."""
     names = {name for name, module in model.named_modules() if type(module) in (*LINEARS, Conv1D)}
     if skip is None:
         last = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -243,7 +247,7 @@ def _bytes(module: nn.Module) -> int:
 
 
 class _noted:
-    """Errors inside say which layer they are of."""
+    """Adds the name of the layer to errors raised inside."""
 
     def __init__(self, name: str) -> None:
         self._name = name

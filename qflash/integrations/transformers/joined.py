@@ -1,7 +1,7 @@
-"""Layers that read the same input as one product: q, k and v of attention, gate and up of an MLP.
+"""Layers that read the same input as one matrix product: q, k and v of attention, gate and up of an MLP.
 
-A model calls them one after another. The first call computes the product of all, and the others take their columns of
-it, if they would compute the same: the input is the very same tensor, and nothing else has changed in between.
+A model calls them in sequence. The first call computes the product for all of them, and the others return their columns
+of it if the result would be the same: the input is the same tensor object, and nothing else has changed in between.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from torch import nn
 
 Tensor = torch.Tensor
 
-# Children of one module, by name, that models call with one input.
+# Names of children of one module that models call with one input.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Joined(nn.Module):
-    """One product, and how many of its columns belong to each layer. product: a module that maps `[..., K]` to
-    `[..., N]`, with parameters and buffers of its own alone.
+    """One matrix product, and how many of its columns belong to each layer. product: a module that maps `[..., K]` to
+    `[..., N]`, with parameters and buffers only of its own.
 
-    It is a submodule of every part, so that the model has its weights for as long as one part is left.
+    It is a submodule of every part, so the model keeps its weights as long as one part is left.
     """
 
     def __init__(self, product: nn.Module, sizes: Sequence[int]) -> None:
         super().__init__()
         self.product = product
         self.ends = tuple(itertools.accumulate(sizes, initial=0))
-        # By thread, because threads may share a model: what the product was computed of, in which state, and columns
-        # that nobody took yet. Weights are not kept alive for them: INT8 layers replace a product to free its memory.
+        # By thread, because threads may share a model: input and state of the product, and the columns not yet taken.
+        # Weights are not kept alive here: INT8 layers replace a product to free its memory.
         self._left: dict[int, tuple[Tensor | None, list[weakref.ref[Tensor]], Any, dict[int, Tensor]]] = {}
         self._saved_as = ""  # the prefix of its names in the last state_dict
-        self._loads: Any = None  # what tells one load_state_dict from another
+        self._loads: Any = None  # identifies one load_state_dict call
 
     def take(self, index: int, x: Tensor) -> Tensor:
-        """Columns of layer `index`."""
+        """Return the columns of layer `index`."""
         product, is_traced = self.product, torch.compiler.is_compiling()
         thread = 0 if is_traced else threading.get_ident()
-        weights = [] if is_traced else _tensors(product)  # in a graph nobody changes them between two parts
+        weights = [] if is_traced else _tensors(product)  # in a graph they do not change between two parts
         state = _state([x, *weights])
         source, references, before, left = self._left.pop(thread, (None, [], None, {}))
         is_same = source is x and state == before
@@ -64,18 +64,18 @@ class Joined(nn.Module):
         return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle. Columns are of a computation under way, and those with gradients cannot be copied."""
+        """For copy and pickle. Columns belong to a computation in progress; those with gradients cannot be copied."""
         return {**vars(self), "_left": {}, "_loads": None}
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Once, even for those who ask for duplicates: they mean to replace modules by their names, and would replace
-        the product once for each part."""
+        """List the product once, even if duplicates are requested: the caller would replace modules by name, and so
+        replace the product once for each part."""
         return super().named_modules(memo, prefix, True)
 
     def state_dict(self, *arguments: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Once in a state of several parts: the product has the name that the first of them gives it."""
+        """Save the product once in a state of several parts, under the name that the first part gives it."""
         if destination is not None and prefix != self._saved_as and self._is_saved_in(destination):
             return destination
         self._saved_as = prefix
@@ -98,7 +98,7 @@ class Joined(nn.Module):
 
 
 class JoinedLinear(nn.Linear):
-    """A product of layers whose weights stand in a state_dict as those of its parts, by the names they had before."""
+    """A merged layer whose weights appear in a state_dict as those of its parts, under their original names."""
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         pass
@@ -117,7 +117,7 @@ class JoinedLinear(nn.Linear):
 
 
 class JoinedPart(nn.Module):
-    """In the place of a layer: its columns of a product. All parts of a product have it as a submodule, and PyTorch
+    """Replaces a layer and returns its columns of a product. All parts of a product have it as a submodule; PyTorch
     lists its parameters once."""
 
     def __init__(self, joined: Joined, index: int) -> None:
@@ -130,7 +130,7 @@ class JoinedPart(nn.Module):
         return self.joined.take(self.index, x)
 
     def requires_grad_(self, requires_grad: bool = True) -> JoinedPart:
-        """Of all parts or of none: their weights are one parameter, which has a gradient or has none."""
+        """Apply to all parts or none: their weights are one parameter, which either has a gradient or has none."""
         if any(x.requires_grad != requires_grad for x in self.parameters()):
             part = f"part {self.index} of {len(self.joined.ends) - 1} of a joined layer"
             raise NotImplementedError(
@@ -141,7 +141,7 @@ class JoinedPart(nn.Module):
         return self
 
     def _own(self) -> dict[str, Tensor]:
-        """What this layer had: rows of the weight and bias of a `JoinedLinear`, as views."""
+        """This layer's original parameters: rows of the weight and bias of a `JoinedLinear`, as views."""
         joined = self.joined
         if not isinstance(joined.product, JoinedLinear):
             return {}
@@ -191,10 +191,10 @@ LINEARS = (nn.Linear, JoinedLinear)
 
 
 def groups_of(model: nn.Module, skip: Any = lambda name: False) -> Iterator[tuple[str, nn.Module, tuple[str, ...]]]:
-    """Every module of a decoder with children that may be one product: its name, itself, and their names.
+    """Yield every module of a decoder with children that may be merged: its name, the module, and the children's names.
 
-    A model with an encoder has none: its cross attention reads keys and queries from different inputs. `skip` says of a
-    layer's whole name whether it stays as it is.
+    A model with an encoder yields none: its cross attention reads keys and queries from different inputs. `skip`
+    returns whether the layer of a given full name stays unchanged.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return
@@ -209,29 +209,29 @@ def groups_of(model: nn.Module, skip: Any = lambda name: False) -> Iterator[tupl
 
 
 def is_plain_linear(layer: Any) -> bool:
-    """A torch.nn.Linear, or a product of some, that nobody has hooked into."""
+    """Whether a layer is a torch.nn.Linear, or several merged, without hooks."""
     return type(layer) in LINEARS and not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
 
 
 def join(module: nn.Module, children: Sequence[str], product: nn.Module) -> None:
-    """Make children of `module` parts of a product, which computes their columns in this order."""
+    """Replace children of `module` with parts of a product, which computes their columns in this order."""
     joined = Joined(product, [module.get_submodule(child).out_features for child in children])
     for index, child in enumerate(children):
         setattr(module, child, JoinedPart(joined, index))
 
 
 def fuse_projections(model: nn.Module) -> tuple[str, ...]:
-    """Compute q, k and v of each attention, and gate and up of each MLP, as one product: fewer launches, which is most
-    of what a step of few tokens costs on a GPU.
+    """Compute q, k and v of each attention, and gate and up of each MLP, as one matrix product.
 
-    The model is changed for good. Its state_dict has the names and shapes it had, as views of the joined weights, so
-    what is saved fits a model that was not changed, and the other way round. Weights take no more memory, and have
-    gradients as before, those of all layers of a product or of none. A layer of a product may be replaced later. Layers
-    of another kind, with hooks, of different types or whose weights are used elsewhere stay as they are. Results are
-    within rounding of those before.
+    This means fewer launches, which are most of the cost of a step of few tokens on a GPU. The model is changed
+    permanently. Its state_dict keeps names and shapes, as views of the merged weights, so checkpoints are
+    interchangeable with those of an unchanged model. Weights take no additional memory. They have gradients as before,
+    but for all layers of a product or for none. A layer of a product may be replaced later. Other types of layers, and
+    layers with hooks, of different dtypes or whose weights are used elsewhere, stay unchanged. Results agree with the
+    previous ones within rounding.
 
     Returns:
-        The names of the layers, those of a product in one: "model.layers.0.self_attn.q_proj+k_proj+v_proj".
+            The names of the layers, with one name per product: "model.layers.0.self_attn.q_proj+k_proj+v_proj".
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -263,7 +263,7 @@ def _one_linear(layers: Sequence[Any]) -> JoinedLinear:
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Whether layers take the same input and give the same type."""
+    """Whether layers take the same input and return the same dtype."""
     kinds = {
         (layer.in_features, layer.weight.dtype, layer.weight.device, layer.bias is None, layer.weight.requires_grad)
         for layer in layers
@@ -272,7 +272,7 @@ def _fit(layers: Sequence[Any]) -> bool:
 
 
 def _uses(model: nn.Module) -> dict[int, int]:
-    """How many modules have a parameter, by its id."""
+    """The number of modules that have a parameter, by its id."""
     used: dict[int, int] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -282,13 +282,13 @@ def _uses(model: nn.Module) -> dict[int, int]:
 
 
 def _tensors(product: nn.Module) -> list[Tensor]:
-    """The weights of a product: of itself, not of modules in it."""
+    """The weights of a product itself, without those of its submodules."""
     return [x for x in (*product._parameters.values(), *product._buffers.values()) if x is not None]
 
 
 def _state(sources: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What a product of the same tensors depends on besides: whether they were written to, and modes of PyTorch, which
-    say of what type it is and whether it has a gradient. `sources`: the input, and the weights."""
+    """What else a product of the same tensors depends on: whether they were written to, and modes of PyTorch, which
+    determine its dtype and whether it has a gradient. `sources`: the input, and the weights."""
     device = sources[0].device.type
     is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     cast = torch.get_autocast_dtype(device) if is_cast else None
@@ -298,5 +298,5 @@ def _state(sources: Sequence[Tensor]) -> tuple[Any, ...]:
 
 
 def _version(x: Tensor) -> int:
-    """What changes when a tensor is written to; those of inference mode, and of a graph, do not tell."""
+    """A value that changes when a tensor is written to; tensors of inference mode, and of a graph, have none."""
     return 0 if torch.compiler.is_compiling() or x.is_inference() else x._version

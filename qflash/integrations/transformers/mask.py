@@ -1,8 +1,8 @@
-"""Masks in qflash's words: what the mask function returns and the attention function takes, instead of a dense tensor.
+"""Masks as arguments of qflash: the mask function returns them instead of a dense tensor, for the attention function.
 
-A causal mask of qflash is aligned to the last key and `kv_lens` is padding on the right. Padding on the left, or with
-holes, becomes that by putting the keys that exist first, in their order, and the queries that exist last, in theirs:
-the r-th query of m then stands at key n - m + r of n, as it should.
+A causal mask of qflash is aligned to the last key, and `kv_lens` is padding on the right. Padding on the left, or with
+holes, is converted to that by moving the existing keys to the front and the existing queries to the end, each in their
+order: query r of m is then at key n - m + r of n, as required.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 
 
 class _NoTensor:
-    """In the place of a tensor, of which there is none: who computes with it is told so."""
+    """Stands in for a tensor that does not exist; any computation with it raises an error that says so."""
 
     _name: ClassVar[str]  # what the model takes it for
     _reason: ClassVar[str]  # why it is none, and what is allowed
@@ -37,17 +37,17 @@ class _NoTensor:
 
 @dataclass(frozen=True, eq=False)
 class Mask(_NoTensor):
-    """Which keys each query sees. One object serves all layers of a forward pass that have the same kind of mask.
+    """Which keys each query sees. One object serves all layers of a forward pass with the same kind of mask.
 
-    kv_length: how many rows k and v have. keys: how many of them are used; those of a static cache that come after the
-        last query are cut off.
+    kv_length: the number of rows of k and v. keys: how many of them are used; keys of a static cache after the last
+    query are cut off.
     causal, window: as in `qflash.attention`.
-    kv_lens: int32 `[B]`, or None where all keys of all sequences exist.
-    key_order, query_order: int64 `[B, T]`, in which order keys and queries are taken, or None for theirs.
-    cu_seqlens, longest: of packed sequences. starts: where they begin, if nobody could look while a graph was made.
-    visible: bool `[B, keys]`, which keys exist, where not all do: what pages are filled by.
-    is_as_cached: tokens are those that the cache holds, and nobody needs to look.
-    obstacle: what could not be said; the attention function raises it, because it knows the layer.
+    kv_lens: int32 `[B]`, or None if all keys of all sequences exist.
+    key_order, query_order: int64 `[B, T]`, the order of keys and queries, or None if it is unchanged.
+    cu_seqlens, longest: of packed sequences. starts: where they begin, if values could not be read during tracing.
+    visible: bool `[B, keys]`, which keys exist, if not all do; determines how pages are filled.
+    is_as_cached: the tokens are those that the cache holds, and no check is needed.
+    obstacle: what could not be expressed; the attention function raises it, because it is given the layer.
     """
 
     batch: int
@@ -72,13 +72,13 @@ class Mask(_NoTensor):
         "allowed: models that hand the mask of create_causal_mask and the like to the attention function"
     )
 
-    # What transformers asks of a mask on its way to the layers.
+    # What transformers reads from a mask before it reaches the layers.
 
     ndim = 4
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """That of the dense mask which this one stands for."""
+        """The shape of the dense mask that this one represents."""
         return (self.batch, 1, self.q_length, self.kv_length)
 
     def contiguous(self) -> Mask:
@@ -86,13 +86,13 @@ class Mask(_NoTensor):
         return self
 
     def to(self, device: Any, **_: Any) -> Mask:
-        """On another device, where layers are spread over several."""
+        """Move to another device, if layers are distributed over several."""
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)})
 
 
 class Unpadded(_NoTensor):
-    """In the place of a padding mask: every new token exists, and the cache knows which of the others do."""
+    """Stands in for a padding mask: every new token exists, and the cache has the state of earlier ones."""
 
     _name = "padding mask"
     _reason = (
@@ -125,9 +125,9 @@ def qf_mask(
 ) -> Mask:
     """The mask function of "qf" and "qf_int8"; its arguments are those of transformers' `sdpa_mask`."""
     if isinstance(attention_mask, Mask):
-        return attention_mask  # generate() had it made before the forward pass
+        return attention_mask  # generate() made it before the forward pass
     sizes = {"batch": batch_size, "q_length": q_length, "kv_length": kv_length, "keys": kv_length}
-    may_be_packed = attention_mask is None and q_length == kv_length  # otherwise transformers looks for no packing
+    may_be_packed = attention_mask is None and q_length == kv_length  # otherwise transformers does not detect packing
     if use_vmap:
         return Mask(**sizes, causal=False, obstacle="a mask function added by the model (or_mask or and_mask)")
     if torch.compiler.is_compiling():
@@ -143,7 +143,7 @@ def qf_mask(
         )
     else:
         pattern = pattern_of(mask_function)
-    # Where queries stand among the keys. Keys of a static cache that come after the last query do not exist yet.
+    # Positions of queries among the keys. Keys of a static cache after the last query do not exist yet.
     end = q_offset + q_length - kv_offset
     exist = end if pattern.causal else kv_length
     words = {"causal": pattern.causal, "window": pattern.window}
@@ -168,7 +168,7 @@ def qf_mask(
 
 
 def _in_places(pattern: Pattern, end: Any, kv_length: int, kv_offset: int) -> str | None:
-    """Queries that stand where no word puts them. end: the key that the last of them stands at, and one more."""
+    """Why queries are at positions that no argument can express. end: the key of the last query, plus one."""
     if pattern.chunk is not None and not (isinstance(end, int) and end + kv_offset <= pattern.chunk):
         return f"attention in chunks of {pattern.chunk} tokens"
     if pattern.is_aligned and isinstance(end, int) and end > kv_length:
@@ -179,14 +179,14 @@ def _in_places(pattern: Pattern, end: Any, kv_length: int, kv_offset: int) -> st
 
 
 def can_look(x: Tensor) -> bool:
-    """Whether values of a tensor may decide what is done next: not while a graph is made."""
+    """Whether control flow may depend on values of a tensor: not while a graph is traced or captured."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _visible(attention_mask: Tensor, keys: int, exist: Any, kv_offset: int) -> Tensor:
-    """Which of the keys that the cache returns exist: bool `[B, keys]`. Those past the padding mask do not."""
+    """Which of the keys that the cache returns exist: bool `[B, keys]`. Keys past the padding mask do not."""
     visible = attention_mask[:, kv_offset : kv_offset + keys].to(torch.bool)
     if visible.shape[1] < keys:
         visible = torch.nn.functional.pad(visible, (0, keys - visible.shape[1]))
@@ -194,13 +194,13 @@ def _visible(attention_mask: Tensor, keys: int, exist: Any, kv_offset: int) -> T
 
 
 def _padding(pattern: Pattern, visible: Tensor, q_length: int, exist: Any) -> dict[str, Any]:
-    """The words of a mask in which some keys do not exist, or may not."""
-    # Queries that exist must come last, which those of one token do.
+    """The fields of a mask in which some keys do not exist, or may not."""
+    # Existing queries must come last, which single-token queries do.
     queries = None
     if pattern.is_aligned and q_length > 1:
         places = torch.arange(q_length, device=visible.device) + (exist - q_length)
         queries = visible.index_select(1, places)
-    # With holes keys come closer to queries than they are; only a window that hides some of them notices.
+    # Removing holes moves keys closer to queries; only a window that hides some of them is affected.
     is_bounded = pattern.window is not None and not (
         pattern.causal and isinstance(exist, int) and exist <= pattern.window[0] + 1
     )
@@ -213,7 +213,7 @@ def _padding(pattern: Pattern, visible: Tensor, q_length: int, exist: Any) -> di
     if is_bounded and not bool(_has_no_holes(visible).all()):
         return {"obstacle": "a padding mask with holes under a sliding window"}
     if pattern.causal and isinstance(exist, int) and _falls(visible):
-        return {"visible": visible}  # padding on the right comes after all that can see it
+        return {"visible": visible}  # padding on the right comes after every query that could see it
     if queries is None or _rises(queries):
         order = _in_order(visible, None)
         return order | {"key_order": None} if _falls(visible) else order
@@ -230,23 +230,23 @@ def _in_order(visible: Tensor, queries: Tensor | None) -> dict[str, Any]:
 
 
 def _rises(flags: Tensor) -> bool:
-    """Whether in each row everything that is true comes last."""
+    """Whether in each row all true values come last."""
     return bool((flags[:, 1:] >= flags[:, :-1]).all())
 
 
 def _falls(flags: Tensor) -> bool:
-    """Whether in each row everything that is true comes first."""
+    """Whether in each row all true values come first."""
     return bool((flags[:, 1:] <= flags[:, :-1]).all())
 
 
 def _has_no_holes(flags: Tensor) -> Tensor:
-    """Of each row, whether all that is true lies together."""
+    """Whether the true values of each row are contiguous."""
     begins = (flags[:, 1:] & ~flags[:, :-1]).sum(1) + flags[:, 0]
     return begins <= 1
 
 
 def _packing(starts: Tensor) -> dict[str, Any]:
-    """The words of packed sequences, rows of the batch one after another."""
+    """The fields for packed sequences, with the rows of the batch concatenated."""
     if not can_look(starts):
         return {"starts": starts}
     if not bool(starts[:, 1:].any()):

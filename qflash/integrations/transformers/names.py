@@ -11,12 +11,12 @@ FUNCTIONS = {"qf": qf_attention, "qf_int8": qf_int8_attention, "qf_int8_fp8": qf
 
 
 def register() -> None:
-    """Make attn_implementation "qf", "qf_int8" and "qf_int8_fp8" known to transformers, with their mask function.
+    """Register attn_implementation "qf", "qf_int8" and "qf_int8_fp8" with transformers, with their mask function.
 
-    "qf" computes attention in the model's own type, "qf_int8" with precision "int8" where a call has more than one
-    query, "qf_int8_fp8" with precision "int8_fp8" there. All take models whose masks are causal or bidirectional, with
-    sliding windows, padding on either side, packed position_ids, softcap and sinks; anything else raises
-    NotImplementedError in the layer that needs it.
+    "qf" computes attention in the model's own dtype, "qf_int8" with precision "int8" in calls with more than one query,
+    "qf_int8_fp8" with precision "int8_fp8" there. All support models with causal or bidirectional masks, sliding
+    windows, padding on either side, packed position_ids, softcap and sinks; anything else raises NotImplementedError in
+    the layer that needs it.
 
     Example:
         >>> import torch

@@ -28,7 +28,7 @@ _ONLY_QFLASH_READS = (
 
 
 class _InPages:
-    """Keys and values that nobody else reads."""
+    """Keys and values that only qflash can read."""
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"keys and values in pages have no {name!r}, {_ONLY_QFLASH_READS}")
@@ -40,10 +40,10 @@ class _InPages:
 
 
 class NewTokens(_InPages):
-    """What `PagedCache.update` returns in the place of keys and values: tokens of a layer that are in no page yet.
+    """Returned by `PagedCache.update` in place of keys and values: tokens of a layer that are not in pages yet.
 
-    Whether a token is padding, which gets no place in a page, only the mask tells. So the attention function, which has
-    both, writes them.
+    Only the mask indicates which tokens are padding, and padding is not stored. So the attention function, which has
+    both tokens and mask, writes them.
     """
 
     def __init__(self, cache: PagedCache, layer: int, k: Tensor, v: Tensor) -> None:
@@ -51,17 +51,17 @@ class NewTokens(_InPages):
 
     @property
     def keys(self) -> int:
-        """How many tokens there are with these, padding included."""
+        """The number of tokens including these, with padding."""
         return self.cache.get_seq_length(self.layer) + int(self.k.shape[2])
 
     @torch.compiler.disable(reason="pages are reserved on the host, for each pass")
     def attend(self, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
-        """Write the tokens, and attend to all that are in the pages: `[B, Tq, Hq, D]`."""
+        """Write the tokens, and attend to all tokens in the pages: `[B, Tq, Hq, D]`."""
         return self.cache._attend(self, query, mask, words)
 
 
 class PagedLayer(CacheLayerMixin):
-    """One layer of a PagedCache, which does the work."""
+    """One layer of a PagedCache; the cache does the work."""
 
     is_sliding = False
     is_compileable = False
@@ -70,12 +70,12 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, cache: PagedCache, index: int) -> None:
         super().__init__()
-        self._cache, self._index = weakref.proxy(cache), index  # so that pages are free with the cache
+        self._cache, self._index = weakref.proxy(cache), index  # so that pages are freed with the cache
         self.keys = self.values = _InPages()
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Pages are there for all layers at once."""
+        """Does nothing: pages are allocated for all layers at once."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Any, Any]:
         return self._cache.update(key_states, value_states, self._index)
@@ -91,20 +91,19 @@ class PagedLayer(CacheLayerMixin):
 
 
 class PagedCache(Cache):
-    """Keys and values of a transformers model in the pages of a `qflash.KVCache`, for attn_implementation "qf".
+    """A transformers cache that stores keys and values in pages of a `qflash.KVCache`, for attn_implementation "qf".
 
     Args:
-        config: the model's, which says how many layers it has.
-        pages: how many pages there are for all sequences of a batch.
-        page_size: tokens of a page: 16, 32, 64, 128 or 256.
-        precision: None keeps the model's dtype. "int8" keeps a byte for each value, and a scale for each token and
-            head.
+        config: the model's config, which determines the number of layers.
+        pages: the number of pages for all sequences of a batch.
+        page_size: tokens per page: 16, 32, 64, 128 or 256.
+        precision: None stores the model's dtype. "int8" stores one byte per value, and a scale per token and head.
 
-    Pages are allocated with the first tokens, whose dtype, device and shape they take. Padding on the left takes no
-    place in them. Beams share pages until their tokens differ. Layers with a sliding window keep all tokens.
+    Pages are allocated with the first tokens, in their dtype, device and shape. Padding on the left takes no space in
+    them. Beams share pages until their tokens differ. Layers with a sliding window keep all tokens.
 
-    Where pages run out, the forward pass raises `qflash.OutOfPagesError` before its first write, and the cache is what
-    it was. After any other exception inside a forward pass call `crop` or `reset`.
+    If pages run out, the forward pass raises `qflash.OutOfPagesError` before its first write, and the cache is
+    unchanged. After any other exception in a forward pass call `crop` or `reset`.
 
     Example:
         >>> import torch
@@ -125,13 +124,13 @@ class PagedCache(Cache):
     """
 
     kv: qflash.KVCache | None
-    """The pages, from the first tokens on."""
+    """The pages, once there are tokens."""
 
     tables: Any
-    """The step of `kv` that passes read; it is renewed as long as the batch is as large and finds room in it."""
+    """The step of `kv` that passes read. It is refilled as long as the batch size is the same and its sequences fit."""
 
     columns: int
-    """How many pages of a sequence new tables have room for, at least."""
+    """The minimum number of pages per sequence in new tables."""
 
     def __init__(
         self, config: Any, *, pages: int, page_size: int = 256, precision: Literal["int8"] | None = None
@@ -149,39 +148,39 @@ class PagedCache(Cache):
         self.kv = None
         self._pages_of: tuple[torch.dtype, torch.device, int, int] | tuple[()] = ()  # dtype, device, heads and head_dim
         self._sizes = {"pages": pages, "page_size": page_size, "precision": precision}
-        # Pages come with the first tokens; what is wrong with their sizes is said now.
+        # Pages are allocated with the first tokens; invalid sizes raise an error now.
         qflash.KVCache(layers=1, kv_heads=1, head_dim=16, dtype=torch.float32, device="meta", **self._sizes)
         self.tables, self.columns = None, 1
         self._log = TokenLog()
         self._sequences: list[int] = []
-        self._new = 0  # tokens of each sequence in the forward pass under way, or in the last one
+        self._new = 0  # tokens of each sequence in the current or latest forward pass
         self._written: set[int] = set()  # layers that have written them
-        self._rows: Tensor | None = None  # of the new tokens, flattened: those that are no padding; None: all
+        self._rows: Tensor | None = None  # indices of the flattened new tokens that are not padding; None: all
 
-    # What models and generate() ask.
+    # Called by models and generate().
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[NewTokens, NewTokens]:
-        """New tokens of a layer, `[B, Hkv, T, D]`, for the attention function to write: one object, of both."""
+        """New tokens of a layer, `[B, Hkv, T, D]`, for the attention function to write: one object for both."""
         tokens = NewTokens(self, layer_idx, key_states, value_states)
         return tokens, tokens
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer has seen, padding included."""
+        """The number of tokens that a layer has seen, including padding."""
         return self._log.length - (0 if layer_idx in self._written else self._new)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """How many keys there will be, and that the first one is token 0."""
+        """The number of keys after the pass, and the index of the first one, 0."""
         return self.get_seq_length(layer_idx) + query_length, 0
 
     @property
     def batch_size(self) -> int:
-        """How many sequences there are; -1 before the first tokens."""
+        """The number of sequences; -1 before the first tokens."""
         return len(self._sequences) or -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens of all sequences; a positive number is how many are kept."""
+        """Remove the last `-tokens_to_remove` tokens of all sequences. A positive number is how many to keep."""
         try:
             length, tokens = self._log.length, operator.index(tokens_to_remove)
         except TypeError:
@@ -192,27 +191,27 @@ class PagedCache(Cache):
         self._end_pass()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i becomes what sequence beam_idx[i] is."""
+        """Replace sequence i with sequence beam_idx[i]."""
         self._select(self._numbers("beam_idx", beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the sequences that `indices`, numbers or flags, name."""
+        """Keep the sequences selected by `indices`, numbers or flags."""
         self._select(self._numbers("indices", indices))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each sequence `repeats` times, one after another."""
+        """Repeat each sequence `repeats` times, copies adjacent."""
         check_count("repeats", repeats)
         self._select([index for index in range(len(self._sequences)) for _ in range(repeats)])
 
     def reset(self) -> None:
-        """Forget all sequences; their pages are free, and stay allocated."""
+        """Remove all sequences; their pages become free, and stay allocated."""
         self._select([])
         self._log = TokenLog()
 
     def advance(self) -> None:
-        """Reserve the next token of every sequence now, and not in the forward pass that writes it.
+        """Reserve the next token of every sequence now instead of in the forward pass that writes it.
 
-        That pass then does no work on the host, which a CUDA graph could not repeat: call this before each replay.
+        That pass then does no work on the host, which a CUDA graph could not replay: call this before each replay.
         """
         if not self._sequences:
             raise ValueError("the cache has no sequences; allowed: after a forward pass with their first tokens")
@@ -222,7 +221,7 @@ class PagedCache(Cache):
         self._new, self._rows = 1, None
 
     def repeat_pass(self) -> None:
-        """Let the forward pass that was run, or captured, last write its tokens again: they are the same."""
+        """Let the latest forward pass, run or captured, write its tokens again: they are the same."""
         self._written.clear()
 
     def __deepcopy__(self, memo: Any) -> PagedCache:
@@ -233,7 +232,7 @@ class PagedCache(Cache):
     # Sequences.
 
     def _numbers(self, name: str, indices: Tensor) -> list[int]:
-        """The sequences that a tensor of numbers or flags names."""
+        """The sequences that a tensor of numbers or flags selects."""
         count = len(self._sequences)
         if not isinstance(indices, Tensor) or indices.ndim != 1:
             came = list(indices.shape) if isinstance(indices, Tensor) else type(indices).__name__
@@ -246,7 +245,7 @@ class PagedCache(Cache):
         return numbers
 
     def _select(self, indices: Sequence[int]) -> None:
-        """Make the sequences those of `indices`. One that is named again shares its pages with the first."""
+        """Set the sequences to those of `indices`. One that is selected again shares its pages with the first."""
         old, kept = self._sequences, set()
         self._sequences = []
         for index in indices:
@@ -299,7 +298,7 @@ class PagedCache(Cache):
             )
 
     def _begin(self, k: Tensor, v: Tensor, mask: Mask) -> None:
-        """Reserve pages for the tokens of a forward pass; in its first layer."""
+        """Reserve pages for the tokens of a forward pass, in its first layer."""
         self._allocate(k, v)
         batch, _, length, _ = k.shape
         if self._sequences and len(self._sequences) != batch:
@@ -325,7 +324,7 @@ class PagedCache(Cache):
         self._log.add(length, None if rows is None else flags)
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
-        """Make the pages, of the first keys' and values' dtype, device and shape, unless they are there."""
+        """Allocate the pages, unless they exist, with the dtype, device and shape of the first keys and values."""
         if v.shape != k.shape:
             raise NotImplementedError(f"values have shape {list(v.shape)}; allowed: that of keys, {list(k.shape)}")
         if k.device.type == "cuda" and k.dtype not in (torch.float16, torch.bfloat16):
@@ -334,7 +333,7 @@ class PagedCache(Cache):
         of = (k.dtype, k.device, k.shape[1], k.shape[3])
         if self.kv is None or (of != self._pages_of and self._may_change_pages()):
             sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
-            with torch.inference_mode(False):  # other passes write to them, too
+            with torch.inference_mode(False):  # later passes in other modes write to them, too
                 self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
             self._pages_of, self.tables = of, None
         if of[:2] != self._pages_of[:2]:
@@ -342,11 +341,11 @@ class PagedCache(Cache):
             raise TypeError(f"keys are {k.dtype} on {k.device}; allowed: {held}, or another cache, Decoder or Batcher")
 
     def _may_change_pages(self) -> bool:
-        """Whether nobody has tokens in the pages, as after reset()."""
+        """Whether no sequence has tokens in the pages, as after reset()."""
         return not self._sequences
 
     def _check_same(self, mask: Mask, visible: Flags | None, batch: int, new: int) -> None:
-        """Refuse a mask that hides tokens which are in pages, or shows padding, which is not."""
+        """Reject a mask that hides tokens which are in pages, or shows padding, which is not."""
         if mask.is_as_cached or (visible is None and not self._log.has_padding):
             return
         held = self._log.flags(batch)
@@ -373,7 +372,7 @@ class PagedCache(Cache):
 
 
 def _slides(config: Any, count: int) -> list[bool]:
-    """Which layers have a sliding window; a config without `layer_types` says it of all."""
+    """Which layers have a sliding window; in a config without `layer_types` all or none have it."""
     types = getattr(config, "layer_types", None)
     if types is None:
         return [getattr(config, "sliding_window", None) is not None] * count
@@ -381,8 +380,8 @@ def _slides(config: Any, count: int) -> list[bool]:
 
 
 def under_autocast(*arrays: Tensor) -> tuple[Tensor, ...]:
-    """Keys, values and queries in the type that torch.autocast computes attention in. Rotated keys would be float32
-    otherwise, beside values that are not, and pages hold one type."""
+    """Convert keys, values and queries to the dtype of torch.autocast for attention. Otherwise rotated keys would be
+    float32 and values would not, but pages hold one dtype."""
     device = arrays[0].device.type
     if not torch.is_autocast_enabled(device):
         return arrays

@@ -1,7 +1,7 @@
-"""The two kinds of forward passes of a `Batcher`: prompts packed one after another, and one token of every request.
+"""The two kinds of forward passes of a `Batcher`: packed prompts, and one token of every request.
 
-The second kind has fixed shapes: so many rows, whoever is in them, and tables with room for so many pages. A CUDA graph
-of one such pass serves all requests that come and go, and there are few: rows and pages are powers of two.
+The second kind has fixed shapes: a number of rows, whichever requests are in them, and tables of a fixed number of
+pages. One CUDA graph serves all requests of these shapes. Graphs are few, as rows and pages are powers of two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from qflash.integrations.transformers.step_cache import StepCache
 
 Tensor = torch.Tensor
 
-_FIRST = 4  # tokens of the pass that only looks: enough that rotations differ
+_FIRST = 4  # tokens of the pass that only inspects the model: enough that rotations differ
 
 
 class Passes:
@@ -35,16 +35,16 @@ class Passes:
         self._as_captured = causal.as_captured
         self._decode_passes: dict[tuple[int, int], DecodePass] = {}
         positions = torch.arange(_FIRST, device=device)[None]
-        causal.logits(torch.zeros_like(positions), positions, UNPADDED, cache)  # makes the pages
+        causal.logits(torch.zeros_like(positions), positions, UNPADDED, cache)  # allocates the pages
         cache.check_layers()
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph did a pass."""
+        """Whether a CUDA graph has run a pass."""
         return any(decode.graphs for decode in self._decode_passes.values())
 
     def renew(self) -> None:
-        """Forget graphs that read weights where they are no more, between requests."""
+        """Between requests, drop graphs that read weights at old addresses."""
         as_captured = self.causal.as_captured
         if as_captured != self._as_captured:
             self._as_captured = as_captured
@@ -52,7 +52,7 @@ class Passes:
                 decode.forget()
 
     def prefill(self, step: Any, requests: Sequence[Request], counts: Sequence[int]) -> list[int | None]:
-        """Write the next tokens that requests know, `counts` of each; what follows where those are all it knows."""
+        """Write the next known tokens of requests, `counts` of each. Returns the next token where none are left."""
         ids, positions, last, ready = [], [], [], []
         for row, (request, count) in enumerate(zip(requests, counts, strict=True)):
             end = request.written + count
@@ -74,7 +74,7 @@ class Passes:
         return tokens
 
     def decode_pass(self, requests: int, pages: int, most: int) -> DecodePass:
-        """One for so many requests, at most `most`, of up to so many pages."""
+        """The pass for this many requests, rounded up to at most `most`, of up to this many pages."""
         rows = min(_power_of_two(requests), most)
         key = (rows, _power_of_two(pages))
         if key not in self._decode_passes:
@@ -83,15 +83,15 @@ class Passes:
 
 
 class DecodePass:
-    """One token of each row: tensors that stay where they are, and the graphs that read and write them."""
+    """One token of each row: tensors at fixed addresses, and the graphs that read and write them."""
 
     def __init__(self, passes: Passes, rows: int, columns: int) -> None:
-        self._passes = weakref.proxy(passes)  # so that pages and graphs are free with them
+        self._passes = weakref.proxy(passes)  # so that pages and graphs are freed with them
         self.rows = Rows(rows, passes.device)
         with torch.inference_mode(False):
             self.chosen = torch.zeros(rows, dtype=torch.int64, device=passes.device)
-        self.graphs: dict[bool, Any] = {}  # by whether tokens are drawn
-        self._warm: set[tuple[bool, int]] = set()  # these, and threads
+        self.graphs: dict[bool, Any] = {}  # by whether tokens are sampled
+        self._warm: set[tuple[bool, int]] = set()  # kinds and threads that have run eagerly
         kv = passes.cache.kv
         nobody = [kv.open() for _ in range(rows)]
         self.step = kv.extend(nobody, 0, columns=columns)
@@ -100,19 +100,19 @@ class DecodePass:
             kv.close(sequence)
 
     def forget(self) -> None:
-        """Begin again without graphs."""
+        """Drop all graphs and start over."""
         self.graphs.clear()
         self._warm.clear()
 
     def run(self, requests: Sequence[Request]) -> list[int]:
-        """The next token of each request, which are the sequences of the step."""
+        """The next token of each request; the requests are the sequences of the step."""
         self.rows.show(requests)
         self._passes.cache.step = self.step
         self._advance()
         return self.chosen[: len(requests)].tolist()
 
     def _advance(self) -> None:
-        """The first pass of a thread as it is, which warms everything up, and those after it by a graph."""
+        """Run a thread's first pass eagerly, which warms everything up, and later ones with a graph."""
         kind = self.rows.is_drawn
         warm = kind, get_ident()
         if kind not in self.graphs and warm in self._warm and not self._passes.reason:

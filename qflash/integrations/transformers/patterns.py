@@ -1,8 +1,9 @@
-"""What a mask function of transformers means: causal, a window, packed sequences, or something that no word says.
+"""What a mask function of transformers means: causal, a window, packed sequences, or something without an equivalent.
 
-transformers describes a mask by a function of (batch, head, query, key), put together by `and_masks` from few parts. In
-eager mode the parts are read from its closure. torch.compile lets nobody read a closure; there the function itself is
-compared and the arguments beside it say the rest. What is not known by name has an obstacle, in words.
+transformers describes a mask by a function of (batch, head, query, key), composed by `and_masks` from a few parts. In
+eager mode the parts are read from its closure. Under torch.compile closures cannot be read; there the function itself
+is compared, and the arguments passed alongside it determine the rest. A part that is not recognized becomes an
+obstacle, a text.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Pattern:
-    """A mask without padding. causal, window: as in `qflash.attention`, window None where nothing bounds it.
+    """A mask without padding. causal, window: as in `qflash.attention`, with window None if it is unlimited.
 
-    starts: bool `[B, T]` where sequences are packed, or may be: whether a token begins one. chunk: queries see keys of
-    their own chunk alone. obstacle: what no word of qflash says.
+    starts: bool `[B, T]` if sequences are packed, or may be: whether a token begins one. chunk: queries see only keys
+    of their own chunk. obstacle: what no argument of qflash expresses.
     """
 
     causal: bool = False
@@ -34,7 +35,7 @@ class Pattern:
 
     @property
     def is_aligned(self) -> bool:
-        """Whether it matters which key a query stands at."""
+        """Whether the mask depends on the position of queries among the keys."""
         return self.causal or self.window is not None
 
 
@@ -42,20 +43,20 @@ def _code(function: Callable[..., Any]) -> CodeType:
     return function.__code__
 
 
-# Each closure has the code of any other that the same line of transformers made.
+# All closures made by the same line of transformers share one code object.
 _AND = _code(masking.and_masks(masking.causal_mask_function))
 _OR = _code(masking.or_masks(masking.causal_mask_function))
 _SLIDING = _code(masking.sliding_window_overlay(1))
 _SLIDING_BOTH_WAYS = _code(masking.sliding_window_bidirectional_overlay(1))
 _PACKED = _code(masking.packed_sequence_mask_function(None))
 _CHUNKED = _code(masking.chunked_overlay(1, None))
-# From 5.23 on the other parts of a mask for packed sequences see positions instead of indices.
+# From 5.23 on, the other parts of a mask for packed sequences are given positions instead of indices.
 _remap = getattr(masking, "remap_positions_for_packed_sequence", None)
 _REMAPPED = object() if _remap is None else _code(_remap(None, None))
 
 
 def pattern_of(mask_function: Callable[..., Any]) -> Pattern:
-    """Read a mask function from its closure; not while torch.compile traces."""
+    """Read a mask function from its closure; not possible while torch.compile traces."""
     pattern = Pattern()
     for part in _parts(mask_function):
         pattern = _with_part(pattern, part)
@@ -63,7 +64,7 @@ def pattern_of(mask_function: Callable[..., Any]) -> Pattern:
 
 
 def _parts(function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The functions that are all true where the mask is."""
+    """The functions whose conjunction is the mask."""
     if getattr(function, "__code__", None) is _AND:
         for part in _variables(function)["mask_functions"]:
             yield from _parts(part)
@@ -93,15 +94,15 @@ def _with_part(pattern: Pattern, part: Callable[..., Any]) -> Pattern:
 
 
 def _with_remapped(pattern: Pattern, function: Callable[..., Any]) -> Pattern:
-    """A mask function of positions. Inside a packed sequence these rise by one, as indices do, so what depends on their
-    difference alone is the same of both."""
+    """A mask function of positions. Within a packed sequence these rise by one, as indices do, so a function of their
+    difference is the same for both."""
     for part in _parts(function):
         pattern = _with_part(pattern, part)
     return replace(pattern, obstacle="chunks of packed sequences") if pattern.chunk is not None else pattern
 
 
 def _variables(function: Callable[..., Any]) -> dict[str, Any]:
-    """What a closure was made with, by name."""
+    """The variables that a closure captured, by name."""
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
@@ -117,10 +118,10 @@ def traced_pattern_of(
     config: Any,
     device: Any,
 ) -> Pattern:
-    """The same while torch.compile traces, from what transformers passes beside the function.
+    """The same while torch.compile traces, from what transformers passes alongside the function.
 
-    local_size: of a window or a chunk. both_ways: a bidirectional mask was asked for. is_plain: nothing was added to
-    what these tell, such as packed sequences.
+    local_size: of a window or a chunk. both_ways: a bidirectional mask was requested. is_plain: nothing was added to
+    what these arguments describe, such as packed sequences.
     """
     if mask_function is masking.causal_mask_function:
         return Pattern(causal=True)
@@ -138,7 +139,7 @@ def traced_pattern_of(
         return pattern
     if local_size is not None and local_size < 2:
         return Pattern(obstacle="a window of one token in torch.compile")
-    # Packed, perhaps: a token that does not see the one before it begins a sequence.
+    # Possibly packed: a token that does not see the previous one begins a sequence.
     rows = torch.arange(batch_size, device=device)[:, None]
     queries = torch.arange(1, q_length, device=device)[None, :]
     zero = torch.zeros((), dtype=torch.int64, device=device)
@@ -147,5 +148,5 @@ def traced_pattern_of(
 
 
 def _first_of_row(others: Tensor) -> Tensor:
-    """Where sequences begin, from where they do after the first token of a row."""
+    """Where sequences begin, given where they begin after the first token of a row."""
     return torch.nn.functional.pad(others, (1, 0), value=True)

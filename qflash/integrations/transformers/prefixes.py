@@ -1,4 +1,4 @@
-"""Pages that prompts have in common: found among those that are running, and among those that were kept."""
+"""Pages shared by prompts: found among those of running requests, and among those kept from finished ones."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True)
 class Found:
-    """A sequence that begins as a prompt does. pages: how many whole pages of both are the same, and written.
-    is_growing: more pages of somebody would be the same, once they are written."""
+    """A sequence that begins like a prompt. pages: the number of leading full pages that both share and that are
+    written. is_growing: more pages of some request will be the same, once they are written."""
 
     sequence: int | None
     pages: int
@@ -23,14 +23,14 @@ class Found:
 
 
 class Prefixes:
-    """The first pages of requests that are done, the one that was used longest ago first to go."""
+    """The first pages of finished requests; the least recently used ones are evicted first."""
 
     def __init__(self, kv: qflash.KVCache) -> None:
         self._kv = kv
         self._kept: dict[int, Tokens] = {}  # by sequence, in the order of use
 
     def find(self, tokens: Tokens, running: Iterable[Request]) -> Found:
-        """The longest prefix of `tokens` that is in pages. One token is left out at least, whose logits are wanted."""
+        """The longest prefix of `tokens` in pages. At least one token is left out, because its logits are needed."""
         most = (len(tokens) - 1) // self._kv.page_size
         sequence, pages, coming = None, 0, 0
         others = [(request.sequence, request.known, request.written) for request in running]
@@ -46,7 +46,7 @@ class Prefixes:
         return Found(sequence, pages, coming > pages)
 
     def share(self, found: Found, request: Request) -> None:
-        """Give a request a sequence with the pages that were found."""
+        """Give a request a sequence that starts with the pages found."""
         if found.sequence is None:
             request.sequence = self._kv.open()
         else:
@@ -55,16 +55,16 @@ class Prefixes:
         request.written = found.pages * self._kv.page_size
 
     def keep(self, request: Request) -> None:
-        """Take over the sequence of a request that is done: its whole pages stay, unless they are kept already."""
+        """Take over the sequence of a finished request and keep its full pages, unless they are already kept."""
         size = self._kv.page_size
         pages = request.written // size
         tokens = tuple(request.known[: pages * size])
         for other, known in list(self._kept.items()):
             common = self._common(tokens, known, pages)
-            if common == pages:  # this one is the beginning of another
+            if common == pages:  # this one is a prefix of the other
                 pages = 0
                 break
-            if common * size == len(known):  # another is the beginning of this one
+            if common * size == len(known):  # the other is a prefix of this one
                 self._close(other)
         if pages:
             self._kv.truncate(request.sequence, pages * size)
@@ -73,24 +73,24 @@ class Prefixes:
             self._kv.close(request.sequence)
 
     def evict(self) -> bool:
-        """Give up the sequence that was used longest ago; whether there was one."""
+        """Evict the least recently used sequence. Returns whether there was one."""
         if not self._kept:
             return False
         self._close(next(iter(self._kept)))
         return True
 
     def forget(self) -> None:
-        """Give up all of them."""
+        """Evict all of them."""
         while self.evict():
             pass
 
     def _close(self, sequence: int) -> None:
-        with suppress(ValueError):  # an interrupt came between the two
+        with suppress(ValueError):  # an interrupt came between the two statements
             self._kv.close(sequence)
         del self._kept[sequence]
 
     def _common(self, a: Tokens, b: Tokens, most: int) -> int:
-        """How many pages two begin with alike, up to `most`."""
+        """The number of leading pages that are equal, up to `most`."""
         size = self._kv.page_size
         pages = min(len(a) // size, len(b) // size, most)
         for page in range(pages):

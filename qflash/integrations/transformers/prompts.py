@@ -1,5 +1,5 @@
-"""What `generate` is given: prompts, padding masks, tokens that mean something, how many are wanted. What is wrong is
-said here: a model would fail far away from it, or not at all."""
+"""Checks of the arguments of `generate`: prompts, padding masks, special tokens, counts. Errors are raised here,
+because the model would fail in an unrelated place, or not at all."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def check_int(name: str, value: Any, allowed: str = "an int") -> None:
-    """Refuse what is no int."""
+    """Reject a value that is not an int."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 def check_count(name: str, value: Any) -> None:
-    """Refuse what is no number of tokens."""
+    """Reject a value that is not a number of tokens."""
     check_int(name, value, "an int, 1 and more")
     if value < 1:
         raise ValueError(f"{name} is {value}; allowed: 1 and more")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse what is neither True nor False; 0 and 1 are as good."""
+    """Reject a value that is neither True nor False; 0 and 1 are accepted."""
     if not (isinstance(value, int) and value in (0, 1)):
         raise TypeError(f"{name} is {value!r}; allowed: True or False")
 
 
 def check_cache_precision(value: Any) -> None:
-    """Refuse what pages cannot hold."""
+    """Reject a precision that pages do not support."""
     if value not in (None, "int8"):
         raise ValueError(f"cache_precision is {value!r}; allowed: None, 'int8'")
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse what a generator of PyTorch cannot begin with."""
+    """Reject a seed that PyTorch's generators do not accept."""
     if seed is None:
         return
     check_int("seed", seed, "None, or an int")
@@ -47,13 +47,13 @@ def check_seed(seed: Any) -> None:
 
 
 def check_stream(stream: Any) -> None:
-    """Refuse what cannot be called with the tokens of a step."""
+    """Reject a stream that is not callable."""
     if stream is not None and not callable(stream):
         raise TypeError(f"stream is {stream!r}; allowed: None, or a function of a list of tokens")
 
 
 def check_token(name: str, token: Any, vocabulary: int) -> int:
-    """A token of the vocabulary: one that is none would be looked up past the end of the embedding."""
+    """Reject a token outside the vocabulary, which would be looked up past the end of the embedding."""
     check_int(name, token, f"an int, 0 to {vocabulary - 1}")
     if not 0 <= token < vocabulary:
         raise ValueError(f"{name} is {token}; allowed: 0 to {vocabulary - 1}, as the model's vocabulary has")
@@ -61,7 +61,7 @@ def check_token(name: str, token: Any, vocabulary: int) -> int:
 
 
 def check_in_vocabulary(ids: Tensor, vocabulary: int) -> None:
-    """Refuse ids that no embedding has. On a GPU they would end the process's CUDA context, not only the call."""
+    """Reject ids without an embedding. On a GPU they would end the process's CUDA context, not only the call."""
     is_wrong = (ids < 0) | (ids >= vocabulary)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
@@ -70,7 +70,7 @@ def check_in_vocabulary(ids: Tensor, vocabulary: int) -> None:
 
 
 def check_prompts(ids: Any, mask: Any) -> None:
-    """Refuse what are no ids `[B, T]`, or no padding mask for them. Values are looked at in `left_padded`."""
+    """Reject anything but ids `[B, T]` and a padding mask for them. Values are checked in `left_padded`."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"input_ids is {type(ids).__name__}; allowed: a tensor [batch, length], return_tensors='pt'")
     if ids.ndim != 2 or not ids.numel():
@@ -86,7 +86,7 @@ def check_prompts(ids: Any, mask: Any) -> None:
 
 
 def check_device(ids: Tensor, mask: Tensor | None, device: torch.device | None) -> None:
-    """Refuse what is somewhere else than the model, on `device`; None: it may be anywhere."""
+    """Reject arguments that are not on the model's `device`. None: they may be on any."""
     if device is not None and ids.device != device:
         raise ValueError(f"input_ids is on {ids.device}; allowed: the model's device, {device}")
     if mask is not None and mask.device != ids.device:
@@ -94,9 +94,9 @@ def check_device(ids: Tensor, mask: Tensor | None, device: torch.device | None) 
 
 
 def left_padded(ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The prompts with their padding on the left, wherever it was, and their mask: int64, 1 where there is a token.
+    """The prompts with their padding moved to the left, and their mask: int64, 1 where there is a token.
 
-    Anything but 0 in the mask is a token, as it is to transformers.
+    As in transformers, any nonzero mask value means a token.
     """
     if mask is None:
         return ids, torch.ones_like(ids, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""A request to a `Batcher`: a prompt, what is wanted of it, and what came of it so far."""
+"""A request to a `Batcher`: a prompt, its options, and its results so far."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ _SEEDS = 1 << 63
 
 
 class Request:
-    """What `Batcher.submit` returns.
+    """The result of `Batcher.submit`.
 
-    ids: the prompt. tokens: what was generated so far, with the end. is_done: nothing more will come. error: the
-    exception that ended it, or None. seed: of its draws, also where none was given. is_cancelled: `cancel` was called
-    in time. preempted: how often its pages were given to older requests; what they held was computed again.
+    Attributes:
+        ids: the prompt.
+        tokens: the tokens generated so far, including the end token.
+        is_done: whether the request has ended.
+        error: the exception that ended it, or None.
+        seed: the seed for sampling, also if none was given.
+        is_cancelled: whether `cancel` was called in time.
+        preempted: how often its pages were given to older requests; what they held was recomputed.
     """
 
     def __init__(
@@ -38,39 +43,39 @@ class Request:
         self.is_done = self.is_cancelled = False
         self.error: Exception | None = None
         self.preempted = 0
-        # What the batcher keeps of it.
+        # The batcher's state of the request.
         self.known = list(self.ids)
-        """The prompt, and what was generated after it."""
+        """The prompt and the tokens generated after it."""
         self.sequence: int | None = None
-        """Its sequence in the pages, while it is running."""
+        """Its sequence in the pages, while it runs."""
         self.written = 0
-        """How many of the known tokens are in pages. The sequence is longer while a pass writes more."""
-        self._told = 0  # tokens that `stream` was called with
+        """The number of known tokens that are in pages. The sequence is longer while a pass writes more."""
+        self._told = 0  # tokens passed to `stream`
 
     @property
     def tokens(self) -> list[int]:
-        """What was generated so far."""
+        """The tokens generated so far."""
         return self.known[len(self.ids) :]
 
     @property
     def longest(self) -> int:
-        """How many tokens there are in pages at most: all but the last one, which nobody reads."""
+        """The maximum number of tokens in pages: all but the last one, which is never read."""
         return len(self.ids) + self.max_new_tokens - 1
 
     def cancel(self) -> None:
-        """End the request where it is. Any thread may; its pages are free after the batcher's next step."""
+        """End the request with its current tokens. Callable from any thread; its pages are free after the next step."""
         if not (self.is_done or self.is_over):
             self.is_cancelled = True
 
     def tell(self) -> None:
-        """Call `stream` with the tokens that it has not seen, and raise what it raises."""
+        """Call `stream` with the tokens that it has not been given, and propagate its exceptions."""
         while self.stream is not None and self._told < len(self.known) - len(self.ids):
-            self._told += 1  # before the call: what raises has been told
+            self._told += 1  # before the call: a token whose call raises is not sent again
             self.stream(self.known[len(self.ids) + self._told - 1])
 
     @property
     def is_over(self) -> bool:
-        """Whether the last token is the last one."""
+        """Whether the latest token is the last one."""
         generated = len(self.known) - len(self.ids)
         return generated >= self.max_new_tokens or (generated > 0 and self.known[-1] in self.ends)
 
@@ -80,7 +85,7 @@ class Request:
 
 
 def check_ids(ids: Any, vocabulary: int) -> list[int]:
-    """A prompt as ints. What is none would fail in the model, among the tokens of others."""
+    """A prompt as a list of ints. An invalid token would fail in the model, among the tokens of other requests."""
     if isinstance(ids, torch.Tensor):
         if ids.ndim != 1:
             raise ValueError(f"ids has shape {list(ids.shape)}; allowed: [length], one prompt")
@@ -101,7 +106,7 @@ def check_ids(ids: Any, vocabulary: int) -> list[int]:
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse what is no seed."""
+    """Reject an invalid seed."""
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):

@@ -1,11 +1,11 @@
-"""Rotary embedding on the way into pages: a model's own rotation is left out, and the write of keys and the attention
-kernel rotate instead, by the same tables.
+"""Rotary embedding fused into paged attention: a model's own rotation is skipped, and the write of keys and the
+attention kernel rotate instead, by the same tables.
 
-An attention module of transformers calls `apply_rotary_pos_emb(q, k, cos, sin)`, hands k to the cache and q to the
-attention function. In a forward that is run by `Rotations`, that call returns q and k as they are and leaves a record
-of them. The cache asks for the record with the tensors that reached it. If they are others, or the first pass showed
-that something else is computed from them, the model does more than to rotate them: nothing was written yet, and the
-module is run again as it was made, now and ever after.
+An attention module of transformers calls `apply_rotary_pos_emb(q, k, cos, sin)` and passes k to the cache and q to the
+attention function. In a forward run by `Rotations`, that call returns q and k unchanged and stores a record of them.
+The cache requests the record with the tensors that it received. If they are different tensors, or if the first pass
+showed that something else is computed from them, the model does more than rotate them: nothing has been written yet, so
+the module is run again unmodified, then and in all later passes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 logger = logging.getLogger(__name__)
 
-NAME = "apply_rotary_pos_emb"  # what modules of transformers call the function
+NAME = "apply_rotary_pos_emb"  # the function's name in modules of transformers
 
 
 class _Record(NamedTuple):
@@ -38,7 +38,7 @@ class _Record(NamedTuple):
 
 
 class _NotUnderstood(Exception):
-    """A module does more with q and k than to rotate them."""
+    """A module does more with q and k than rotate them."""
 
 
 _of_thread = threading.local()
@@ -46,7 +46,7 @@ _of_thread = threading.local()
 
 @contextmanager
 def paged_pass() -> Iterator[None]:
-    """A forward pass of this thread whose cache is a PagedCache, which asks for the record. No other cache does."""
+    """A forward pass of this thread whose cache is a PagedCache, the only cache that requests the record."""
     before = getattr(_of_thread, "is_paged", False)
     _of_thread.is_paged = True
     try:
@@ -56,9 +56,9 @@ def paged_pass() -> Iterator[None]:
 
 
 def take_rope(q: Tensor, k: Tensor) -> qflash.Rope | None:
-    """By what q and k, `[B, H, T, D]`, are still to be rotated; None: they are what attention takes.
+    """The rotation still to be applied to q and k, `[B, H, T, D]`. None: they need none.
 
-    Its positions are int32 `[B, T]`, of q and k the same.
+    Its positions are int32 `[B, T]`, the same for q and k.
     """
     record = getattr(_of_thread, "record", None)
     if record is None:
@@ -70,16 +70,15 @@ def take_rope(q: Tensor, k: Tensor) -> qflash.Rope | None:
 
 
 class Rotations:
-    """The attention modules of one model whose rotation can be left out."""
+    """The attention modules of one model whose rotation can be skipped."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        """Of the modules that are run so."""
-        self._tables: list[tuple[Tensor, Tensor, qflash.Rope]] = []  # of the pass under way: layers share them
+        """Of the modules that run this way."""
+        self._tables: list[tuple[Tensor, Tensor, qflash.Rope]] = []  # of the current pass: layers share them
 
     def forward_of(self, name: str, module: nn.Module) -> Callable[..., Any] | None:
-        """A forward for `module`, of it and what it is called with, that leaves its rotation out; None: it is not
-        understood."""
+        """A forward without the rotation, called with `module` and its arguments. None: not recognized."""
         found = rotation_of(module)
         if found is None:
             return None
@@ -91,13 +90,13 @@ class Rotations:
         self._tables = []
 
     def give_up(self, name: str) -> None:
-        """Run a module as it was made from now on."""
+        """Run a module unmodified from now on."""
         if name in self.names:
             self.names.remove(name)
             logger.info("%s does more with q and k than to rotate them by halves; it rotates them itself", name)
 
     def rope(self, cos: Tensor, sin: Tensor, batch: int, half: int) -> qflash.Rope:
-        """Tables of a pass, `[1 or B, T, ...]`, as qflash takes them: a row for each token."""
+        """Tables of a pass, `[1 or B, T, ...]`, in qflash's layout: a row per token."""
         for known_cos, known_sin, rope in self._tables:
             if known_cos is cos and known_sin is sin:
                 return rope
@@ -112,19 +111,18 @@ class Rotations:
 
 
 class _Layer:
-    """One attention module, whose class has the forward `original`: `record` stands in the place of the function that
-    rotates."""
+    """One attention module, whose class has the forward `original`: `record` replaces the function that rotates."""
 
     def __init__(
         self, rotations: Rotations, name: str, original: FunctionType, rotate: Callable[..., Any], form: str
     ) -> None:
         self._rotations, self._name, self._rotate, self._form = rotations, name, rotate, form
         self._original, self._inner = original, with_global(original, NAME, self.record)
-        self._has_halves: bool | None = None  # not looked at yet
+        self._has_halves: bool | None = None  # not checked yet
         self._is_watched = self._is_given_up = False
 
     def forward(self, module: nn.Module, /, *arguments: Any, **words: Any) -> Any:
-        """The module's result, without its rotation if that can be."""
+        """The module's result, without its rotation if possible."""
         if getattr(_of_thread, "is_paged", False) and not self._is_given_up:
             try:
                 with nullcontext() if self._is_watched else _Watch():
@@ -140,7 +138,7 @@ class _Layer:
         return self._original(module, *arguments, **words)
 
     def record(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **words: Any) -> Any:
-        """q and k as they are, where the rest can be left to qflash."""
+        """Return q and k unchanged if qflash can rotate them."""
         if more or words or not self._is_served(q, k, cos, sin):
             self._give_up()
             return self._rotate(q, k, cos, sin, *more, **words)
@@ -158,16 +156,16 @@ class _Layer:
         return fits(q, k, cos, sin, self._form) and self._is_halved(cos, sin)
 
     def _is_halved(self, cos: Tensor, sin: Tensor) -> bool:
-        """Whether each angle is there twice, as it is everywhere but where several positions are mixed. It is looked at
-        once, with the prompt, because steps that a CUDA graph holds have values that nobody can look at."""
+        """Whether each angle occurs twice, which only models that mix several positions violate. Checked once, with the
+        prompt, because values cannot be read in steps captured by a CUDA graph."""
         if self._has_halves is None:
             self._has_halves = has_halves(cos, sin, self._form)
         return self._has_halves
 
 
 class _Watch(TorchFunctionMode):
-    """Lets nothing be computed from q and k between their rotation and attention. A layer is watched once, because
-    watching is slow and a layer does the same in every pass."""
+    """Raises if anything is computed from q and k between their rotation and attention. A layer is watched once:
+    watching is slow, and a layer does the same in every pass."""
 
     _LOOKS = frozenset(
         getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda", "requires_grad")
@@ -184,13 +182,13 @@ class _Watch(TorchFunctionMode):
 
 
 def class_as_made(module: nn.Module) -> Any:
-    """The class of a module, or the one it had before `fuse_layers` or a `Fusion` gave it another."""
+    """The class of a module, or its class before `fuse_layers` or a `Fusion` changed it."""
     return getattr(type(module), "_qflash_as_made", type(module))
 
 
 def rotation_of(module: nn.Module) -> tuple[Callable[..., Any], str] | None:
-    """The function that an attention module rotates q and k by, and how it wants its tables (`rotation_tables`); None
-    where it is not understood."""
+    """The function with which an attention module rotates q and k, and the form of its tables (`rotation_tables`).
+    None: it is not recognized."""
     original = class_as_made(module).forward
     is_function = isinstance(original, FunctionType) and "forward" not in vars(module)
     if not is_function or NAME not in original.__code__.co_names:
@@ -211,13 +209,13 @@ def fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, form: str) -> bool:
 
 
 def has_halves(cos: Tensor, sin: Tensor, form: str) -> bool:
-    """Whether each angle of the tables is there twice, or is meant once."""
+    """Whether each angle of the tables occurs twice, or once by definition of the form."""
     half = cos.shape[-1] // 2
     return form == "once" or all(torch.equal(x[..., :half], x[..., half:]) for x in (cos, sin))
 
 
 def with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
-    """The same function, to which a global name means something else. Nobody else's does."""
+    """A copy of the function with another value for one global name; the module's own globals are unchanged."""
     names = function.__globals__ | {name: value}
     copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__

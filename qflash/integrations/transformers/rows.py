@@ -1,8 +1,8 @@
-"""What a pass knows of the requests in its rows, as tensors that stay where they are, and each row's next token.
+"""The requests in the rows of a pass as tensors at fixed addresses, and each row's next token.
 
-Rows differ in temperature, top_k and top_p, so these are tensors here. A draw is a function of the request's seed, the
-number of the token and nothing else: it is the same whoever is in the other rows, and after a request was computed
-again. So the noise is hashed from these, where a generator's would depend on what it was asked before.
+Rows differ in temperature, top_k and top_p, so these are tensors. A sample is a function of only the request's seed and
+the number of the token: it does not depend on the other rows, and is the same after a request was recomputed. So the
+noise is a hash of these, where a generator's would depend on earlier calls.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ Tensor = torch.Tensor
 _LOW = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # the golden ratio's bits, which have no pattern
 _ALL = 1 << 31  # more tokens than any vocabulary has
-_NO_TOP_P = 2.0  # sums of weights stay below it, also when they are rounded
+_NO_TOP_P = 2.0  # sums of weights stay below it, even when rounded
 
 
 class Rows:
-    """`count` rows, the first ones of requests and the others of nobody. ids, positions: int64 `[count, 1]`."""
+    """`count` rows: those of requests first, then unused ones. ids, positions: int64 `[count, 1]`."""
 
     is_drawn: bool
-    """Whether any row draws its token, which takes more than to find the largest logit."""
+    """Whether any row samples its token, which costs more than taking the largest logit."""
 
     def __init__(self, count: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # whose tensors could be written in that mode alone
+        with torch.inference_mode(False):  # its tensors could only be written in that mode
             self._ints = torch.zeros(6, count, 1, dtype=torch.int64, device=device)
             self._floats = torch.ones(2, count, 1, dtype=torch.float32, device=device)
         self.ids, self.positions, self._index, self._seed, self._top_k, self._draws = self._ints
         self._temperature, self._top_p = self._floats
 
     def show(self, requests: Sequence[Request]) -> None:
-        """The rows as they are now, of each request its last token. Rows of nobody stand at position 0."""
+        """Load the current state of requests, with the last token of each. Unused rows are at position 0."""
         nobody = (0, 0, 0, 0, _ALL, 0), (1.0, _NO_TOP_P)
         rows = [_of(request) for request in requests] + [nobody] * (self._ints.shape[1] - len(requests))
         ints, floats = zip(*rows, strict=True)
@@ -52,20 +52,20 @@ class Rows:
         ordered, ids = (logits.float() / self._temperature).sort(descending=True)
         least = ordered.gather(-1, self._top_k.clamp(max=logits.shape[-1]) - 1)
         weights = ordered.masked_fill(ordered < least, -torch.inf).softmax(-1)
-        # Better tokens have the sum already. What is left need not sum to 1: only ratios decide.
+        # Better tokens have the sum already. The rest need not sum to 1: only ratios matter.
         weights = weights.masked_fill(weights.cumsum(-1) - weights >= self._top_p, 0)
-        # The largest of weights over exponential noise is a draw by the weights.
+        # The argmax of weights over exponential noise is a sample from the weights.
         place = (weights / self._noise(ids)).argmax(-1, keepdim=True)
         return torch.where(self._draws[:, 0] != 0, ids.gather(-1, place)[:, 0], best)
 
     def _noise(self, ids: Tensor) -> Tensor:
-        """Exponential noise of each token of the vocabulary, by a row's seed and the number of its token."""
+        """Exponential noise for each token of the vocabulary, from a row's seed and the number of its token."""
         low, high = self._seed & _LOW, self._seed >> 32
-        # Two keys of a row, so that no token and no seed is the zero of both.
+        # Two keys per row, so that no token and seed are the zero of both.
         first = _mixed(self._index ^ _mixed(low ^ _mixed(high)))
         second = _mixed(self._index ^ _mixed(high ^ _mixed(low + _GOLDEN)))
         uniform = _mixed(_mixed(ids ^ first) + second)
-        # Small noise wins, so it is the small numbers that must not be coarse, and 1 itself has no logarithm.
+        # Small noise wins, so small numbers must have fine resolution; 1 itself has no logarithm.
         return -torch.log1p(-((uniform.float() + 0.5) * 2**-32).clamp(max=1 - 2**-24))
 
 
@@ -78,14 +78,14 @@ def _of(request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """A permutation of the 32-bit numbers, in int64, that looks like chance: the last steps of MurmurHash3."""
+    """A permutation of 32-bit numbers, in int64, that looks random: the final mixing steps of MurmurHash3."""
     x = x & _LOW
-    x = ((x ^ (x >> 16)) * (0x85EBCA6B - 2**32)) & _LOW  # factors are taken modulo 2³², so that no product overflows
+    x = ((x ^ (x >> 16)) * (0x85EBCA6B - 2**32)) & _LOW  # factors modulo 2³², so that no product overflows
     x = ((x ^ (x >> 13)) * (0xC2B2AE35 - 2**32)) & _LOW
     return x ^ (x >> 16)
 
 
 def _upload(tensor: Tensor, rows: Tensor) -> None:
-    """`rows` has a row for each request; the tensor has one for each thing that is told of it."""
+    """Copy `rows`, with a row per request, to the tensor, which has a row per property."""
     host = rows.T[:, :, None].contiguous()
     tensor.copy_(host.pin_memory() if tensor.is_cuda else host, non_blocking=True)

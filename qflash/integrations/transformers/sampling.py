@@ -1,4 +1,4 @@
-"""The next token from logits, on their device and in fixed shapes, so that a CUDA graph can hold it."""
+"""The next token from logits, on their device and in fixed shapes, so a CUDA graph can hold it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qflash.integrations.transformers.prompts import check_flag, check_int
 
 Tensor = torch.Tensor
 
-# Temperatures beyond these draw as these do, and float32 has room for logits over the least.
+# Temperatures beyond these sample as these do, and float32 can represent logits divided by the lowest.
 _LEAST, _MOST = 1e-30, 1e30
-_LEAST_TOP_P = 1e-30  # leaves the best token alone, and is no zero in float32, which would leave nothing
+_LEAST_TOP_P = 1e-30  # keeps only the best token; not zero in float32, which would keep none
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. The words are those of transformers' GenerationConfig."""
+    """How the next token is chosen. The names are those of transformers' GenerationConfig."""
 
     do_sample: bool = False
     temperature: float = 1.0
@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
     top_p: float | None = None
 
     def check(self) -> None:
-        """Refuse words out of range."""
+        """Reject values out of range."""
         check_flag("do_sample", self.do_sample)
         if not _is_number(self.temperature):
             raise TypeError(f"temperature is {self.temperature!r}; allowed: a number, more than 0")
@@ -43,12 +43,12 @@ class Sampling(NamedTuple):
 
     @property
     def divisor(self) -> float:
-        """The temperature, as far as float32 has it."""
+        """The temperature, clamped to the range of float32."""
         return float(min(max(self.temperature, _LEAST), _MOST))
 
     @property
     def share(self) -> float | None:
-        """top_p, as far as float32 has it."""
+        """top_p, clamped to the range of float32."""
         return None if self.top_p is None else max(float(self.top_p), _LEAST_TOP_P)
 
     def choose(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -56,12 +56,12 @@ class Sampling(NamedTuple):
         if not self.do_sample:
             return logits.argmax(-1)
         weights = self.filtered(logits.float()).softmax(-1)
-        # The largest of weights over exponential noise is a draw by the weights, without a sum that is searched.
+        # The argmax of weights over exponential noise samples from the weights, without a search in a cumulative sum.
         noise = torch.empty_like(weights).exponential_(generator=generator)
         return (weights / noise).argmax(-1)
 
     def filtered(self, logits: Tensor) -> Tensor:
-        """Logits at this temperature, -inf for tokens that top_k and top_p leave out."""
+        """Logits at this temperature, with -inf for tokens that top_k and top_p exclude."""
         logits = logits / self.divisor
         if self.top_k is not None:
             least = logits.topk(min(self.top_k, logits.shape[-1])).values[:, -1:]
@@ -69,7 +69,7 @@ class Sampling(NamedTuple):
         if self.share is not None:
             ordered, places = logits.sort(descending=True)
             weights = ordered.softmax(-1)
-            is_left_out = weights.cumsum(-1) - weights >= self.share  # better tokens have the sum already
+            is_left_out = weights.cumsum(-1) - weights >= self.share  # better tokens reach the sum already
             logits = logits.masked_fill(is_left_out.scatter(-1, places, is_left_out), -torch.inf)
         return logits
 

@@ -1,5 +1,5 @@
-"""What a module of a model computes, found out by trying it on small arrays: names and sources change from release to
-release, results do not. What does not compute exactly a formula that is known here is not recognised."""
+"""Recognizes what a module computes by trying it on small arrays: names and sources change from release to release,
+results do not. A module that does not compute exactly one of the formulas below is not recognized."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 Tensor = torch.Tensor
 
-_CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 of numbers near 1; another formula differs by far more
+_CLOSE = {"rtol": 1e-4, "atol": 1e-5}  # float32 of numbers near 1; other formulas differ by far more
 _EPS = ("variance_epsilon", "eps")
 
 
 def norm_weight(module: nn.Module) -> Literal["w", "1 + w"] | None:
-    """What a module multiplies x / rms(x) by, where it computes that and nothing else; None: it computes another thing.
+    """The factor by which a module multiplies x / rms(x), if it computes only that; None: it computes something else.
 
     Llama's has "w", Gemma's "1 + w".
     """
@@ -25,7 +25,7 @@ def norm_weight(module: nn.Module) -> Literal["w", "1 + w"] | None:
     weight = module._parameters.get("weight")
     if eps is None or weight is None or weight.ndim != 1 or not _is_plain(module, ("weight",), ()):
         return None
-    # Numbers so small that it shows whether eps is added, and where.
+    # Numbers small enough to show whether and where eps is added.
     x = _normal(3, 4, 8) * max(eps, 1e-12) ** 0.5
     w = 1 + 0.5 * _normal(8, seed=2)
     got = _tried(type(module).forward, _stand_in(module, {"weight": w}, {}), x)
@@ -37,7 +37,7 @@ def norm_weight(module: nn.Module) -> Literal["w", "1 + w"] | None:
 
 
 def norm_eps(module: nn.Module) -> float | None:
-    """What a norm adds to the mean of squares."""
+    """The value that a norm adds to the mean of squares."""
     found = [vars(module)[name] for name in _EPS if name in vars(module)]
     return found[0] if len(found) == 1 and isinstance(found[0], float) else None
 
@@ -63,10 +63,10 @@ def is_tanh_gelu(module: nn.Module) -> bool:
 
 
 def rotation_tables(function: Callable[..., Any]) -> Literal["twice", "once"] | None:
-    """How `function(q, k, cos, sin)`, with q and k `[B, H, T, D]`, wants the tables of a rotation that pairs channel p
-    with p + D/2: each angle "twice", `[B, T, D]`, or "once", `[B, T, D / 2]`. None: it computes another thing."""
+    """The form in which `function(q, k, cos, sin)`, with q and k `[B, H, T, D]`, expects the tables of a rotation that
+    pairs channel p with p + D/2: each angle "twice", `[B, T, D]`, or "once", `[B, T, D / 2]`. None: neither."""
     q, k = _normal(2, 4, 3, 8), _normal(2, 2, 3, 8, seed=1)
-    # No cosine and sine belong together here, so that formulas which differ do so in their results.
+    # Cosines and sines here are unrelated, so formulas that differ give different results.
     cos, sin = _normal(2, 3, 4, seed=2), _normal(2, 3, 4, seed=3)
     want = [_rotated(x, cos[:, None], sin[:, None]) for x in (q, k)]
     for form, repeats in (("twice", 2), ("once", 1)):
@@ -82,21 +82,21 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _is_plain(module: nn.Module, parameters: tuple[str, ...], modules: tuple[str, ...]) -> bool:
-    """Whether a module has these parts and no others, and nobody has hooked into it."""
+    """Whether a module has exactly these parts and no hooks."""
     is_hooked = any((module._forward_hooks, module._forward_pre_hooks, "forward" in vars(module)))
     parts = set(module._parameters) == set(parameters) and set(module._modules) == set(modules)
     return parts and not module._buffers and not is_hooked
 
 
 def _stand_in(module: nn.Module, parameters: dict[str, Any], modules: dict[str, Any]) -> nn.Module:
-    """The same module with other weights; the first one keeps its own."""
+    """The same module with other weights; the original keeps its own."""
     copy = type(module).__new__(type(module))
     copy.__dict__ = vars(module) | {"_parameters": dict(parameters), "_modules": {**module._modules, **modules}}
     return copy
 
 
 def _tried(function: Callable[..., Any], *arguments: Any) -> Any:
-    """The result, or None: whatever a function that is not the one looked for does with such arguments."""
+    """The result, or None if the function raises, as a different function may with such arguments."""
     try:
         with torch.no_grad():
             return function(*arguments)

@@ -1,4 +1,4 @@
-"""A cache of transformers whose forward passes write a step that was made for them, whatever sequences are in it."""
+"""A cache of transformers whose forward passes write a given step, whichever sequences are in it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Tensor = torch.Tensor
 
 
 class StepCache(PagedCache):
-    """A PagedCache that has no sequences of its own: a pass writes and reads those of `step`.
+    """A PagedCache without sequences of its own: a pass writes and reads those of `step`.
 
-    A pass is one token of each row, `[rows, 1]`, or new tokens of several sequences, one sequence after another,
-    `[1, total]`. To the model it is the first one, whatever the sequences hold: their lengths are in the step's tables,
-    positions come beside the ids, and a causal mask or a window means the same in each sequence.
+    A pass is one token of each row, `[rows, 1]`, or new tokens of several sequences, concatenated, `[1, total]`. The
+    model sees it as its first pass, whatever the sequences hold: their lengths are in the step's tables, positions are
+    passed alongside the ids, and a causal mask or a window means the same in each sequence.
     """
 
     step: Any = None
-    """What the next pass writes. None: the pass finds out what keys look like and whether attention can be computed, in
-    pages that are thrown away."""
+    """The step that the next pass writes. None: the pass only determines the shapes of keys and whether attention can
+    be computed, in pages that are discarded."""
 
     def __init__(self, config: Any, *, pages: int, page_size: int = 256, precision: Any = None) -> None:
         super().__init__(config, pages=pages, page_size=page_size, precision=precision)
         self._looked_at: set[int] = set()  # layers
 
     def check_layers(self) -> None:
-        """Refuse a model of which a layer did not write: in a packed pass its tokens would see other sequences."""
+        """Reject a model with a layer that did not write: in a packed pass its tokens would see other sequences."""
         left = sorted(set(range(len(self.layers))) - self._looked_at)
         if left:
             raise NotImplementedError(
@@ -40,7 +40,7 @@ class StepCache(PagedCache):
             )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """No tokens, because a mask that says more would be that of one sequence."""
+        """0, because a mask for more tokens would be that of one sequence."""
         return 0
 
     def _attend(self, new: NewTokens, query: Tensor, mask: Mask, words: dict[str, Any]) -> Tensor:
@@ -61,10 +61,10 @@ class StepCache(PagedCache):
         return qflash.attention_varlen(q, kv, None, *packed, rope=rope, **words)[None]
 
     def _may_change_pages(self) -> bool:
-        return False  # sequences are those of requests
+        return False  # sequences belong to requests
 
     def _scratch(self, layer: int, k: Tensor, v: Tensor, mask: Mask) -> Any:
-        """Make the pages, refuse a layer that they are not for, and give it a page of another cache to write."""
+        """Allocate the pages, reject a layer that does not fit them, and give it a page of another cache to write."""
         self._allocate(k, v)
         if (k.shape[1], k.shape[3]) != (self.kv.kv_heads, self.kv.head_dim):
             raise NotImplementedError(

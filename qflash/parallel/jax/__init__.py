@@ -1,10 +1,10 @@
-"""Context parallelism in JAX: attention over a sequence whose tokens are spread over an axis of a mesh.
+"""Context parallelism in JAX: attention over a sequence whose tokens are distributed over an axis of a mesh.
 
-`attention` is called inside shard_map, as collectives are. `shard` and `unshard` are called outside of it.
+`attention` is called inside shard_map, like collectives. `shard` and `unshard` are called outside of it.
 
 __init__  the call, its checks                      call     what is static, and branches for what is not
 shards    arrays in the order of devices            maths    arithmetic on lengths and positions
-ring      keys and values go round (ppermute)       gather   every device gets all keys (all_gather)
+ring      ring attention (ppermute)                 gather   every device gets all keys (all_gather)
 ulysses   heads for tokens (all_to_all)
 """
 
@@ -63,37 +63,39 @@ def attention(
     precision: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`qflash.attention` of a sequence whose tokens are spread over the devices of a mesh axis. Inside shard_map.
+    """`qflash.attention` on a sequence whose tokens are distributed over the devices of a mesh axis.
+
+    Call it inside shard_map.
 
     Args:
-        q: this device's queries, `[B, T, Hq, D]`, as `shard` orders them.
+        q: this device's queries, `[B, T, Hq, D]`, in the order of `shard`.
         k: this device's keys, `[B, T, Hkv, D]`, of the same tokens.
         v: this device's values, like k.
-        axis_name: the axis of the mesh that tokens are spread over.
-        strategy: what moves. "ring": keys and values, from device to device (ppermute). "all_gather": keys and values
-            of all devices at once. "ulysses": heads for tokens, and back (all_to_all).
-        placement: which tokens a device has, "zigzag" or "contiguous", as `shard` has it; None: zigzag where causal.
-        causal: a query sees the keys up to its own token.
-        window: `(left, right)`, how many keys a query sees on each side of its own; -1 is open.
+        axis_name: the axis of the mesh that tokens are distributed over.
+        strategy: "ring": keys and values move from device to device (ppermute). "all_gather": every device gets all
+            keys and values at once. "ulysses": devices exchange heads for tokens, and back (all_to_all).
+        placement: which tokens a device has, "zigzag" or "contiguous", as in `shard`. None: zigzag if causal.
+        causal: a query attends to the keys up to its own token.
+        window: `(left, right)`, the number of keys visible on each side of a query's own; -1 means unlimited.
         softcap: as in `qflash.attention`.
         scale: as in `qflash.attention`.
         sinks: float `[Hq]`, the same on all devices.
-        kv_lens: int32 `[B]`, how many keys of each whole sequence exist, the same on all devices.
-        cu_seqlens: int32 `[N + 1]`, where packed sequences begin and end among the tokens of all devices, the same on
-            all of them; q, k and v are then `[T, H, D]`, and devices may cut sequences anywhere.
-        max_seqlen: no packed sequence is longer; None: they may be as long as all of them together.
-        rope: rotates q and k by the positions that tokens have in the whole sequence. `positions_q` and `positions_k`
-            say others, of this device's tokens.
-        precision: None, "int8" or "int8_fp8". In a ring keys and values travel as INT8. Forward only.
+        kv_lens: int32 `[B]`, the number of valid keys of each whole sequence, the same on all devices.
+        cu_seqlens: int32 `[N + 1]`, cumulative lengths of packed sequences over the tokens of all devices, the same on
+            all of them. q, k and v are then `[T, H, D]`, and device boundaries may be anywhere in a sequence.
+        max_seqlen: upper bound on the length of a packed sequence. None: no bound.
+        rope: rotates q and k by the positions of tokens in the whole sequence. `positions_q` and `positions_k` override
+            those of this device's tokens.
+        precision: None, "int8" or "int8_fp8". A ring then transfers keys and values as INT8. Forward only.
         return_lse: also return the log-sum-exp of each row of scores.
 
     Returns:
-        This device's part of the result, like q. With `return_lse` a pair of it and lse, float32 `[B, Hq, T]` (packed:
-        `[Hq, T]`). Reverse mode goes through both.
+        This device's part of the result, like q. With `return_lse`, a tuple of it and lse, float32 `[B, Hq, T]`
+        (packed: `[Hq, T]`). Reverse-mode differentiation supports both.
 
     Raises:
-        TypeError, ValueError: an argument is not what is allowed, or the strategy cannot express it and the text names
-            one that can.
+        TypeError, ValueError: an argument is invalid, or the strategy cannot express it; the message then names a
+            strategy that can.
     """
     ranks = size_of(axis_name)
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -146,7 +148,7 @@ _CARRIED_OUT_BY = {"ring": attend_ring, "all_gather": attend_gathered, "ulysses"
 
 
 def _facts(q: Any, kv_lens: Any, cu_seqlens: Any, rope: Any) -> Facts:
-    """The arrays that say something of tokens, those that are there."""
+    """The arrays that describe tokens, those that are given."""
     cos, sin, positions_q, positions_k, _ = tables_of(rope)
     indices = (
         ("kv_lens", kv_lens),
@@ -160,7 +162,7 @@ def _facts(q: Any, kv_lens: Any, cu_seqlens: Any, rope: Any) -> Facts:
 
 
 def _check_local(words: Any, q: Any, k: Any, v: Any, sinks: Any, facts: Facts, longest: int, rope: Any) -> bool:
-    """What `qflash.attention` refuses of this device's arrays. Returns whether rope is interleaved."""
+    """Raise what `qflash.attention` would raise for this device's arrays. Returns whether rope is interleaved."""
     interleaved = tables_of(rope)[4]
     lens, offsets = facts.get("kv_lens"), facts.get("offsets")
     tables = (facts.get(name) for name in ("cos", "sin", "positions_q", "positions_k"))
@@ -171,7 +173,7 @@ def _check_local(words: Any, q: Any, k: Any, v: Any, sinks: Any, facts: Facts, l
 
 
 def _check_values(kv_lens: Any, cu_seqlens: Any, length: int, longest: int) -> None:
-    """Of numbers that are known before the program runs. A device that refused them would leave the others waiting."""
+    """Check numbers that are known before the program runs. If one device raised later, the others would wait."""
     if kv_lens is not None and not isinstance(kv_lens, jax.core.Tracer):
         check_length_values(np.asarray(kv_lens).tolist(), length)
     if cu_seqlens is not None and not isinstance(cu_seqlens, jax.core.Tracer):
@@ -179,7 +181,7 @@ def _check_values(kv_lens: Any, cu_seqlens: Any, length: int, longest: int) -> N
 
 
 def _check_rope(rope: Any, reach: int) -> None:
-    """Tables must reach as far as the tokens of all devices, not of this one."""
+    """Tables must cover the tokens of all devices, not only of this one."""
     if rope is None or (rope.positions_q is not None and rope.positions_k is not None):
         return
     rows = rope.cos.shape[0]
@@ -188,9 +190,9 @@ def _check_rope(rope: Any, reach: int) -> None:
 
 
 def _all_vary(axis_name: str, arrays: tuple[Any, ...], facts: Facts) -> tuple[list[Any], Facts]:
-    """All arrays as varying over the axis, and over every axis that one of them varies over.
+    """Make all arrays vary over the axis, and over every axis that one of them varies over.
 
-    Done outside of the functions with gradients of their own, so that JAX sums the gradient of what devices share.
+    This happens outside of the functions with custom gradients, so JAX sums the gradients of arrays that devices share.
     """
     for name in ("cos", "sin"):
         if name in facts:
@@ -204,6 +206,6 @@ def _all_vary(axis_name: str, arrays: tuple[Any, ...], facts: Facts) -> tuple[li
 
 
 def _positions_of_all(static: Static, facts: Facts) -> Facts:
-    """The positions of all devices' tokens, where the user gave some: they are int32, and few."""
+    """The positions of all devices' tokens, if the user gave some: they are int32, and few."""
     wanted = ["positions_k"] + (["positions_q"] if static.words.strategy == "ulysses" else [])
     return {f"{name}_of_all": jax.lax.all_gather(facts[name], static.axis) for name in wanted if name in facts}

@@ -1,7 +1,7 @@
-"""What is static about a call, and what is not: the first decides the program, the second are its operands.
+"""The static and the traced part of a call: the first determines the program, the second are its operands.
 
-Every device runs the same program, and which part of a mask is its own depends on which device it is. Where devices
-differ, the program has a branch for each kind of difference and takes its own.
+Every device runs the same program, and a device's part of a mask depends on which device it is. Where devices differ,
+the program has one branch per kind of difference, and a device selects its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from qflash.parallel.placement import Placement
 from qflash.parallel.words import Words, check_gradients
 from qflash.rotary import Rope
 
-Facts = dict[str, Any]  # arrays that say something of tokens, by name; none of them has a gradient
+Facts = dict[str, Any]  # arrays that describe tokens, by name; none of them has a gradient
 Kind = TypeVar("Kind", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Static:
-    """Hashable: what a program is made for."""
+    """What a program is specialized on; hashable."""
 
     at: Placement
     words: Words
@@ -40,11 +40,11 @@ class Static:
         return self.at.ranks
 
     def rank(self) -> Any:
-        """Which one this device is: traced."""
+        """The index of this device: traced."""
         return jax.lax.axis_index(self.axis)
 
     def sequences(self, like: Any, facts: Facts) -> Sequences:
-        """The call as parts are made of it."""
+        """The call in the form that parts are made from."""
         rope = None
         if "cos" in facts:
             rope = Rope(facts["cos"], facts["sin"], self.interleaved, facts.get("positions_q"))
@@ -63,14 +63,14 @@ class Static:
         )
 
     def pass_on(self, tree: Any, distance: int = 1) -> Any:
-        """What the device `distance` before this one has; this one's goes to the device as far behind it."""
+        """The tree of the device `distance` before this one; this device's goes to the one `distance` after it."""
         pairs = [(rank, (rank + distance) % self.ranks) for rank in range(self.ranks)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axis, pairs), tree)
 
 
 def for_each_kind(static: Static, kinds: Sequence[Kind], function: Callable[[Kind], Any], like: Any) -> Any:
-    """function(kind of this device). kinds: of every rank; equal ones share a branch. like: an array of the device's
-    own: results vary over all mesh axes that it varies over, so that those of all branches do."""
+    """function(kind of this device). kinds: of every rank; equal ones share a branch. like: an array of the device:
+    results of all branches vary over all mesh axes that it varies over."""
     distinct = list(dict.fromkeys(kinds))
     if len(distinct) == 1:
         return function(distinct[0])
@@ -93,13 +93,13 @@ def add_rows(total: Any, share: Any, axis: int, rows: tuple[int, int]) -> Any:
 
 
 def saved_again(*arrays: Any) -> Any:
-    """Arrays that a forward pass kept, for the backward pass: what is computed from them is computed again.
+    """Arrays saved by a forward pass, for the backward pass: values derived from them are recomputed.
 
-    XLA would else find that keys went round, or were gathered, before, and keep all that came, of every layer.
+    Otherwise XLA would find that keys were already transferred or gathered, and keep all received keys of every layer.
     """
     return jax.lax.optimization_barrier(arrays)
 
 
 def check_differentiable(static: Static) -> None:
-    """Refuse the gradient of a quantized precision."""
+    """Reject the gradient of a quantized precision."""
     check_gradients(static.words, "put jax.lax.stop_gradient around q, k and v")

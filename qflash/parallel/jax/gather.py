@@ -1,8 +1,8 @@
 """strategy="all_gather": every device gets all keys and values, and attends to them with its own queries.
 
-Each chunk of queries is one call. Which keys it sees depends on the device, so lengths say where they end. Backward,
-keys are gathered again, which takes less memory than keeping them for every layer, and their gradients are summed over
-the devices in float32.
+Each chunk of queries is one call. The keys that it sees depend on the device, so lengths specify where they end. In the
+backward pass keys are gathered again, which takes less memory than keeping them for every layer, and their gradients
+are summed over the devices in float32.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def attend_gathered(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: F
 
 
 def _all_keys(static: Static, k: Any, v: Any, token_dim: int) -> Any:
-    """k and v of all devices in the order of tokens, `[2, B, S, Hkv, D]`."""
+    """k and v of all devices in token order, `[2, B, S, Hkv, D]`."""
     return in_token_order(jax.lax.all_gather(jnp.stack([k, v]), static.axis), static.at, token_dim + 1)
 
 
 def _for_each_part(static: Static, of: Sequences, function: Callable[[Part], Any], like: Any) -> list[Any]:
-    """function(part) of this device's parts. A window is a word, so that devices may need branches of their own."""
+    """function(part) of this device's parts. A window is static, so devices may need separate branches."""
     rank = static.rank()
     if static.words.open and of.offsets is None:
         return [function(part) for part in of.gathered_parts(rank)]
@@ -75,7 +75,7 @@ def _pull_back(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple
     dq = jnp.concatenate([share[0] for share in shares], of.token_dim)
     dkeys = sum(jnp.stack(share[1:3]).astype(jnp.float32) for share in shares)
     by_ranks = by_rank(dkeys, static.at, of.token_dim + 1)
-    # tiled, because vmap over the other form scatters the wrong dimension (JAX 0.10)
+    # tiled, because under vmap the other form scatters the wrong dimension (JAX 0.10)
     (own,) = jax.lax.psum_scatter(by_ranks, static.axis, scatter_dimension=0, tiled=True)
     dk, dv = own.astype(k.dtype)
     dsinks = None if sinks is None else sum(share[3] for share in shares).astype(sinks.dtype)

@@ -1,4 +1,4 @@
-"""The functions of JAX that parts are made with (qflash.parallel.parts.Maths)."""
+"""The JAX functions that parts are computed with (qflash.parallel.parts.Maths)."""
 
 from __future__ import annotations
 

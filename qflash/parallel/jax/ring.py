@@ -1,8 +1,8 @@
-"""strategy="ring": ppermute takes keys and values round, unrolled, so that XLA may run it under the computation.
+"""strategy="ring": keys and values move by ppermute, unrolled, so XLA may overlap it with the computation.
 
-Reverse mode is by hand. Differentiating the steps would keep every block of keys and every partial result, as much as
-the whole sequence on each device; here a device keeps its own, and shares of gradients are computed from the out and
-lse of all keys as blocks go round a second time.
+The backward pass is custom. Differentiating the steps would keep every block of keys and every partial result, as much
+as the whole sequence on each device. Here a device keeps only its own keys, and shares of gradients are computed from
+the out and lse of all keys as blocks go around a second time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _parts(of: Sequences, static: Static, pieces: Pieces, hop: int) -> list[Part
 
 
 def _merged(of: Sequences, state: State | None, rows: Span, like: Any, out: Any, lse: Any) -> State:
-    """The state with the result of some rows. None: there is nothing yet."""
+    """The state merged with the result of some rows. None: there is no result yet."""
     whole = (0, like.shape[of.token_dim])
     if state is None and rows == whole:
         return out.astype(jnp.float32), lse
@@ -55,7 +55,7 @@ def _merged(of: Sequences, state: State | None, rows: Span, like: Any, out: Any,
 
 
 def _empty(of: Sequences, like: Any) -> State:
-    """The results of rows that see nothing."""
+    """The results of rows that see no keys."""
     of_lse = (*like.shape[: of.token_dim], like.shape[-2], like.shape[of.token_dim])
     out, lse, _ = vary_alike([jnp.zeros(like.shape, jnp.float32), jnp.full(of_lse, -jnp.inf, jnp.float32), like])
     return out, lse
@@ -116,7 +116,7 @@ def _pull_back(static: Static, saved: Any, cotangents: tuple[Any, Any]) -> tuple
             dblock = static.pass_on(dblock)
         block = coming
     if len(steps) > 1:
-        dblock = static.pass_on(dblock, 1 - len(steps))  # back to the device whose keys they are
+        dblock = static.pass_on(dblock, 1 - len(steps))  # back to the device that owns the keys
     dk, dv = dblock.astype(k.dtype)
     of_sinks = None if sinks is None else dsinks.astype(sinks.dtype)
     return dq.astype(q.dtype), dk, dv, of_sinks, dict.fromkeys(facts)

@@ -1,4 +1,4 @@
-"""Arrays in the order in which devices have their tokens, and where a device's tokens stand in the whole sequence."""
+"""Arrays in the order in which devices have their tokens, and the positions of a device's tokens in the sequence."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from qflash.parallel.placement import Placement, check_placement
 
 
 def shard(x: Any, *, ranks: int, dim: int = 1, causal: bool = False, placement: str | None = None) -> Any:
-    """An array of all tokens, put in the order of the devices that have them: cut it over them in equal parts.
+    """Reorder an array of all tokens so that equal parts in sequence are the parts of the devices.
 
     Args:
         x: with all tokens in dimension `dim`: q, k, v, token ids, labels.
-        ranks: how many devices the axis of the mesh has.
-        dim: which dimension the tokens are.
-        causal: says the placement, as it does in `attention`.
-        placement: "zigzag" (two chunks for each device, from both ends) or "contiguous" (one); None: zigzag where
-            causal.
+        ranks: the number of devices on the mesh axis.
+        dim: the dimension of tokens.
+        causal: selects the placement, as in `attention`.
+        placement: "zigzag" (two chunks per device, from both ends) or "contiguous" (one). None: zigzag if causal.
 
     Returns:
-        An array like x. It is x itself where the placement is contiguous. A sharding that splits `dim` over the mesh
-        axis gives each device its tokens.
+        An array like x, or x itself if the placement is contiguous. A sharding that splits `dim` over the mesh axis
+        gives each device its tokens.
     """
     at, dim = _placed(x, ranks, dim, causal, placement)
     if at.runs == 1:
@@ -35,7 +34,7 @@ def shard(x: Any, *, ranks: int, dim: int = 1, causal: bool = False, placement: 
 
 
 def unshard(x: Any, *, ranks: int, dim: int = 1, causal: bool = False, placement: str | None = None) -> Any:
-    """The inverse of `shard`, with the same words."""
+    """The inverse of `shard`, with the same arguments."""
     at, dim = _placed(x, ranks, dim, causal, placement)
     if at.runs == 1:
         return x
@@ -44,7 +43,7 @@ def unshard(x: Any, *, ranks: int, dim: int = 1, causal: bool = False, placement
 
 
 def positions(length: int, *, axis_name: str, causal: bool = False, placement: str | None = None) -> Any:
-    """Inside shard_map: int32 `[length / ranks]`, which tokens of a sequence of `length` this device has, in order."""
+    """Return the tokens of a sequence of `length` that this device has, int32 `[length / ranks]`. Inside shard_map."""
     length, ranks = check_int("length", length, 0, INT32_MAX), size_of(axis_name)
     at = Placement.of_whole(check_placement(placement, causal), ranks, length, "a sequence", 0)
     steps = jnp.arange(at.chunk, dtype=jnp.int32)
@@ -52,7 +51,7 @@ def positions(length: int, *, axis_name: str, causal: bool = False, placement: s
 
 
 def size_of(axis_name: Any) -> int:
-    """How many devices an axis has."""
+    """The number of devices on an axis."""
     if not isinstance(axis_name, str):
         raise TypeError(f"axis_name is {axis_name!r}; allowed: the name of one axis of the mesh")
     try:
@@ -65,7 +64,7 @@ def size_of(axis_name: Any) -> int:
 
 
 def in_token_order(parts: Any, at: Placement, dim: int) -> Any:
-    """`[ranks, ...]`, each row a device's part, as one array with all tokens. dim: of a part."""
+    """`[ranks, ...]`, each row a device's part, as one array in token order. dim: of a part."""
     chunk = at.chunk
     pieces = [jax.lax.slice_in_dim(parts[rank], run * chunk, (run + 1) * chunk, axis=dim) for rank, run in at.holders()]
     return jnp.concatenate(pieces, dim)

@@ -1,7 +1,7 @@
-"""strategy="ulysses": heads for tokens. Every device gets all tokens of some heads, attends, and gives them back.
+"""strategy="ulysses": every device gets all tokens of some heads, attends, and sends the results back.
 
-The call in the middle is plain attention over the whole sequence, so every word means what it does there, and its
-gradient is attention's own.
+The inner call is plain attention over the whole sequence, so every argument has its usual meaning, and the gradient is
+that of attention.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qflash.parallel.parts import Sequences
 
 
 def attend_ulysses(static: Static, q: Any, k: Any, v: Any, sinks: Any, facts: Facts) -> tuple[Any, Any]:
-    """out and, where it is wanted, lse of this device's queries."""
+    """out and, if requested, lse of this device's queries."""
     of = static.sequences(q, facts)
     own_sinks = None if sinks is None else sinks.reshape(static.ranks, -1)[static.rank()]
     out, lse = of.attend(of.whole_part(), *_all_tokens(static, of, q, k, v), own_sinks)

@@ -1,10 +1,10 @@
-"""Context parallelism on torch.distributed: attention over a sequence whose tokens are spread over processes.
+"""Context parallelism on torch.distributed: attention over a sequence whose tokens are distributed over processes.
 
 __init__  the call, its checks                      groups    process groups and mesh dimensions
-shards    tensors cut over ranks, positions         agree     the same call on all ranks, or an error on all
-ring      keys and values go round                  exchange  what moves between ranks
+shards    tensors sharded over ranks, positions     agree     the same call on all ranks, or an error on all
+ring      ring attention                            exchange  communication between ranks
 gather    every rank gets all keys                  maths     arithmetic on lengths and positions
-ulysses   heads for tokens                          by_hand   backward passes by hand
+ulysses   heads for tokens                          by_hand   custom backward passes
 """
 
 from __future__ import annotations
@@ -74,43 +74,43 @@ def attention(
     precision: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`qflash.attention` of a sequence whose tokens are spread over the ranks of a group.
+    """`qflash.attention` on a sequence whose tokens are distributed over the ranks of a group.
 
     Args:
-        q: this rank's queries, `[B, T, Hq, D]`, as `shard` cuts them; T is the same on all ranks.
+        q: this rank's queries, `[B, T, Hq, D]`, in the order of `shard`; T is the same on all ranks.
         k: this rank's keys, `[B, T, Hkv, D]`, of the same tokens.
         v: this rank's values, like k.
-        group: a process group, or one dimension of a DeviceMesh; None: the default group.
-        strategy: what moves. "ring": keys and values, from rank to rank, under the computation. "all_gather": keys and
-            values of all ranks at once. "ulysses": heads for tokens, and back.
-        placement: which tokens a rank has, "zigzag" or "contiguous", as `shard` has it; None: zigzag where causal.
-        causal: a query sees the keys up to its own token.
-        window: `(left, right)`, how many keys a query sees on each side of its own; -1 is open.
+        group: a process group, or one dimension of a DeviceMesh. None: the default group.
+        strategy: "ring": keys and values move from rank to rank, overlapped with the computation. "all_gather": every
+            rank gets all keys and values at once. "ulysses": ranks exchange heads for tokens, and back.
+        placement: which tokens a rank has, "zigzag" or "contiguous", as in `shard`. None: zigzag if causal.
+        causal: a query attends to the keys up to its own token.
+        window: `(left, right)`, the number of keys visible on each side of a query's own; -1 means unlimited.
         softcap: as in `qflash.attention`.
         scale: as in `qflash.attention`.
-        sinks: float `[Hq]`, the same on all ranks. A rank's gradient of them is of its own queries (of its own heads
-            with "ulysses"), as that of any parameter is: sum it over the group.
-        kv_lens: int32 `[B]`, how many keys of each whole sequence exist, the same on all ranks.
-        cu_seqlens: int32 `[N + 1]`, where packed sequences begin and end among the tokens of all ranks, the same on all
-            ranks; q, k and v are then `[T, H, D]`, and ranks may cut sequences anywhere.
-        max_seqlen: no packed sequence is longer; None: they may be as long as all of them together.
-        rope: rotates q and k by the positions that tokens have in the whole sequence. `positions_q` and `positions_k`
-            say others, of this rank's tokens.
-        precision: None, "int8" or "int8_fp8". In a ring keys and values travel as INT8. Forward only.
+        sinks: float `[Hq]`, the same on all ranks. A rank's gradient of sinks is that of its own queries (its own heads
+            with "ulysses"): sum it over the group, like that of any parameter.
+        kv_lens: int32 `[B]`, the number of valid keys of each whole sequence, the same on all ranks.
+        cu_seqlens: int32 `[N + 1]`, cumulative lengths of packed sequences over the tokens of all ranks, the same on
+            all ranks. q, k and v are then `[T, H, D]`, and rank boundaries may be anywhere in a sequence.
+        max_seqlen: upper bound on the length of a packed sequence. None: no bound.
+        rope: rotates q and k by the positions of tokens in the whole sequence. `positions_q` and `positions_k` override
+            those of this rank's tokens.
+        precision: None, "int8" or "int8_fp8". A ring then transfers keys and values as INT8. Forward only.
         return_lse: also return the log-sum-exp of each row of scores.
 
     Returns:
-        This rank's part of the result, like q. With `return_lse` a pair of it and lse, float32 `[B, Hq, T]` (packed:
-        `[Hq, T]`). Gradients go through both.
+        This rank's part of the result, like q. With `return_lse`, a tuple of it and lse, float32 `[B, Hq, T]` (packed:
+        `[Hq, T]`). Both have gradients.
 
     Raises:
-        TypeError, ValueError: an argument is not what is allowed, or not the same on all ranks, or the strategy cannot
-            express it and the text names one that can. All ranks raise.
-        RuntimeError: another rank does not answer within the group's timeout, or is gone.
+        TypeError, ValueError: an argument is invalid, or differs between ranks, or the strategy cannot express it; the
+            message then names one that can. All ranks raise.
+        RuntimeError: another rank does not answer within the group's timeout, or has failed.
     """
     process_group = group_of(group)
     if process_group.size() == 1:
-        # The same program on one GPU: attention itself, which checks the rest.
+        # The same program on one GPU: attention itself, which checks the other arguments.
         if strategy not in STRATEGIES or placement not in _KNOWN_PLACEMENTS:
             check_words(strategy, placement, causal, window, softcap, scale, precision, return_lse, 1)
         return _alone(
@@ -134,7 +134,7 @@ def _attend(
     max_seqlen: Any,
     rope: Any,
 ) -> Any:
-    """The call on several ranks: checked by each, agreed on by all, and carried out."""
+    """The call on several ranks: each checks it, all agree on it, then it runs."""
     ranks = Ranks(group, group.rank(), group.size())
     if is_autocast_anywhere() and isinstance(q, Tensor):
         q, k, v = autocast(q, k, v)
@@ -144,13 +144,13 @@ def _attend(
         _check_tensors(q, k, v)
         head_dim = q.shape[-1] if q.dim() else 1
         of = _sequences(ranks, check_words(*words, head_dim), q, k, v, sinks, kv_lens, cu_seqlens, max_seqlen, rope)
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # whatever the error is, the other ranks must not wait for this one
         if torch.compiler.is_compiling():
             raise
         refusal = error
     if not torch.compiler.is_compiling():
         agree(ranks, "" if of is None else _described(of, q, k, v, sinks), refusal, device_of(q))
-    else:  # a compiler takes no tensor twice, as in attention(x, x, x), in a function with a gradient of its own
+    else:  # a compiler rejects a tensor passed twice, as in attention(x, x, x), to a function with a custom gradient
         q, k, v = (x.view_as(x) for x in (q, k, v))
     assert of is not None
     of = _with_positions(of, ranks)
@@ -163,7 +163,7 @@ _KNOWN_PLACEMENTS = (None, *PLACEMENTS)
 
 
 def _alone(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, max_seqlen: Any, **words: Any) -> Any:
-    """The call where there is but one rank."""
+    """The call on a group of one rank."""
     _check_max_seqlen(cu_seqlens, max_seqlen)
     if cu_seqlens is None:
         return attention_on_one_rank(q, k, v, **words)
@@ -188,8 +188,8 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
         if hasattr(x, "to_local"):  # of torch.distributed.tensor, which is slow to import
             raise TypeError(f"{name} is a DTensor; allowed: this rank's part of it, {name}.to_local()")
         if not torch.compiler.is_compiling():
-            describe(name, x)  # others have no shape to look at
-        elif x.dtype != q.dtype or x.dtype not in _FLOATS:  # a ring's parts would be made float32 first
+            describe(name, x)  # other layouts have no shape to read
+        elif x.dtype != q.dtype or x.dtype not in _FLOATS:  # a ring would first convert its parts to float32
             allowed = "float32, float16, bfloat16" if name == "q" else f"q's, {_name_of(q)}"
             raise TypeError(f"{name} has dtype {_name_of(x)}; allowed: {allowed}")
 
@@ -206,7 +206,7 @@ def _sequences(
     max_seqlen: Any,
     rope: Any,
 ) -> Sequences:
-    """The checked call. Everything that can be wrong on one rank is found here, before anything moves."""
+    """The checked call. Every error that one rank can detect is found here, before any transfer."""
     packed = cu_seqlens is not None
     _check_max_seqlen(cu_seqlens, max_seqlen)
     if kv_lens is not None:
@@ -222,7 +222,7 @@ def _sequences(
     at = Placement.of_part(words.placement, ranks.size, q.shape[token_dim], "q")
     longest = at.length if max_seqlen is None else check_int("max_seqlen", max_seqlen, 0, 2**31 - 1)
     _check_device(ranks, q.device.type)
-    if torch.compiler.is_compiling():  # the operations that are traced look at their arrays
+    if torch.compiler.is_compiling():  # the traced operations check their arrays
         if gradient_wanted((q, k, v, sinks)):
             check_precision_gradients(words, "call it under torch.no_grad()")
     else:
@@ -260,7 +260,7 @@ def _check_max_seqlen(cu_seqlens: Any, max_seqlen: Any) -> None:
 def _check_local(
     words: Words, q: Any, k: Any, v: Any, sinks: Any, kv_lens: Any, offsets: Any, longest: int, rope: Any
 ) -> None:
-    """What `qflash.attention` refuses of this rank's arrays, and gradients that nobody has."""
+    """Raise what `qflash.attention` would raise for this rank's arrays, and reject gradients that are not supported."""
     cos, sin, positions_q, positions_k, interleaved = tables_of(rope)
     arrays = (q, k, v, kv_lens, offsets, offsets, cos, sin, positions_q, positions_k, sinks)
     options = (False, words.edges, words.softcap, words.scale, words.precision, None, False)
@@ -272,7 +272,7 @@ def _check_local(
 
 
 def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> None:
-    """Lengths whose values are on the host: the engine would refuse them in the midst of a call, on one rank alone."""
+    """Check lengths whose values are on the host: the engine would reject them during the call, on one rank only."""
     if torch.compiler.is_compiling():
         return
     if kv_lens is not None and kv_lens.device.type == "cpu":
@@ -282,7 +282,7 @@ def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> No
 
 
 def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
-    """Tables must reach as far as the tokens of all ranks, not of this one; given positions are looked at later."""
+    """Tables must cover the tokens of all ranks, not only of this one; given positions are checked later."""
     given = (rope.positions_q is not None, rope.positions_k is not None)
     rows = rope.cos.shape[0]
     if not all(given) and rows < reach:
@@ -290,7 +290,7 @@ def _check_rope(rope: Rope, at: Placement, reach: int) -> None:
 
 
 def _check_position_shapes(rope: Rope, q: Tensor, packed: bool) -> None:
-    """Also of code that is traced, where operations only see those of a part."""
+    """Checked for traced code, too, where operations only see the positions of a part."""
     batch, tokens = (1, q.shape[0]) if packed else q.shape[:2]
     for name, x in (("positions_q", rope.positions_q), ("positions_k", rope.positions_k)):
         if x is not None and tuple(x.shape) not in ((tokens,), (batch, tokens)):
@@ -299,7 +299,7 @@ def _check_position_shapes(rope: Rope, q: Tensor, packed: bool) -> None:
 
 
 def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed: bool) -> None:
-    """Positions whose values are on the host, for the same reason. Keys that do not exist may have any."""
+    """Check positions whose values are on the host, for the same reason. Keys that do not exist may have any."""
     if torch.compiler.is_compiling():
         return
     rows = rope.cos.shape[0]
@@ -308,11 +308,11 @@ def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed:
             continue
         bad = (x <= -rows) | (x >= rows)
         if name == "positions_k" and kv_lens is not None:
-            if packed:  # every rank has all keys, and finds the same ones
+            if packed:  # every rank has all keys, and finds the same errors
                 continue
             bad = bad & (own_tokens(at, rank) < kv_lens[:, None])
         if bad.any():
-            where = bad.nonzero()[0].tolist()[-x.dim() :]  # those that all sequences share have no index of one
+            where = bad.nonzero()[0].tolist()[-x.dim() :]  # shared positions have no index of a sequence
             index, value = ", ".join(map(str, where)), x[tuple(where)].item()
             raise ValueError(
                 f"rope.{name}[{index}] is {value} on this rank; allowed: {1 - rows} to {rows - 1}, the rows of rope.cos"
@@ -320,7 +320,7 @@ def _check_positions(rope: Rope, at: Placement, rank: int, kv_lens: Any, packed:
 
 
 def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> str:
-    """What must be the same on all ranks, in facts between semicolons."""
+    """What must be the same on all ranks, as facts separated by semicolons."""
     facts = [f"{name} {in_words(x)} on {x.device.type}" for name, x in (("q", q), ("k", k), ("v", v))]
     words = of.words
     facts.append(f"strategy={words.strategy!r}, placement={words.placement!r}, window={words.edges}")
@@ -343,7 +343,7 @@ def _described(of: Sequences, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | N
 
 
 def _values_in_words(name: str, x: Tensor) -> str:
-    """Lengths on the host are part of what must be the same; a few of them are shown, and all of them count."""
+    """Lengths on the host must be the same on all ranks; a few values are shown, and all of them are compared."""
     if name not in ("kv_lens", "cu_seqlens") or x.device.type != "cpu":
         return ""
     values = x.tolist()
@@ -352,7 +352,7 @@ def _values_in_words(name: str, x: Tensor) -> str:
 
 
 def _with_positions(of: Sequences, ranks: Ranks) -> Sequences:
-    """The call with the positions of all ranks' tokens, where the user gave some: they are int32, and few."""
+    """The call with the positions of all ranks' tokens, if the user gave some: they are int32, and few."""
     if of.rope is None:
         return of
     given = {"positions_k": of.rope.positions_k}

@@ -1,8 +1,8 @@
-"""Every rank learns before anything else moves whether the call is the same on all of them, and good on each.
+"""Before any transfer, the ranks compare their calls: all must be the same, and valid on every rank.
 
-A rank that raised alone would leave the others waiting for its tensors. So each tells the others what it was given, or
-what is wrong with it, and all of them raise. The host has to wait for the answer: with tensors on the CPU every call
-asks, with tensors on a GPU, which would run out of work in the meantime, only the first of its kind in a group.
+If one rank raised alone, the others would wait for its tensors. So each sends the others a description of its
+arguments, or its error, and all of them raise. The host has to wait for the answer: every call is compared if tensors
+are on the CPU, but only the first of each kind in a group if they are on a GPU, which would run out of work meanwhile.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import torch
 from qflash.parallel.torch.exchange import all_gather
 from qflash.parallel.torch.groups import Ranks
 
-_BYTES = 1024  # of a rank's text
-_BAD = "!"  # how the text of a refusal begins
+_BYTES = 1024  # per rank's text
+_BAD = "!"  # prefix of an error's text
 _MOST_KNOWN = 1024  # lengths of packed sequences may be new in every step
 _agreed: WeakKeyDictionary = WeakKeyDictionary()  # by group: the calls on GPUs that all of its ranks agreed on
 
 
 def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.device, what: str = "calls") -> None:
-    """Return where all ranks came with the same text and without a refusal; else raise on all of them."""
+    """Return if all ranks have the same text and no error; otherwise raise on all of them."""
     known = _agreed.setdefault(ranks.group, set()) if device.type == "cuda" else set()
     if refusal is None and text in known:
         return
@@ -37,34 +37,34 @@ def agree(ranks: Ranks, text: str, refusal: Exception | None, device: torch.devi
     if len(set(said)) > 1:
         raise ValueError(f"ranks have different {what}: {_differences(said)}; allowed: the same on all ranks")
     if len(known) == _MOST_KNOWN:
-        known.clear()  # on all ranks at once, because all know the same
+        known.clear()  # on all ranks at once, because all have the same set
     known.add(text)
 
 
 def device_of(x: Any) -> torch.device:
-    """Which device a call on x is on. It may be no tensor, on a rank that refuses it."""
+    """The device of a call on x, which may not be a tensor on a rank that rejects it."""
     return x.device if isinstance(x, torch.Tensor) else torch.device("cpu")
 
 
 def in_words(x: torch.Tensor) -> str:
-    """What ranks tell each other of a tensor."""
+    """A tensor's description in the texts that ranks compare."""
     return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}"
 
 
 def _exchange(ranks: Ranks, text: str, device: torch.device) -> list[str]:
     """The texts of all ranks."""
     own = text.encode()
-    if len(own) > _BYTES:  # what is cut off still counts
+    if len(own) > _BYTES:  # the checksum covers what is cut off
         own = own[: _BYTES - 16] + f" ...{crc32(own):08x}".encode()
     wire = torch.frombuffer(bytearray(own.ljust(_BYTES, b"\0")), dtype=torch.uint8)
-    if ranks.backend("cpu") is None:  # also for a rank that came with something else
+    if ranks.backend("cpu") is None:  # also for a rank that was given something else
         wire = wire.to(device if device.type == "cuda" else "cuda")
     gathered = all_gather(ranks, wire, "the comparison of the ranks' calls").cpu()
     return [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in gathered]
 
 
 def _differences(said: Sequence[str]) -> str:
-    """What ranks have, where they differ: each fact that all share is left out."""
+    """The descriptions of the ranks where they differ: facts that all share are left out."""
     facts = [text.split("; ") for text in said]
     shared = set(facts[0]).intersection(*facts[1:])
     groups: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""Functions with a backward pass by hand, which has none itself."""
+"""Functions with a custom backward pass, which is not differentiable itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Backward = Callable[..., tuple[Any, ...]]
 
 
 class ByHand(torch.autograd.Function):
-    """What is kept of a call for its backward pass: q, k, v, sinks, out and lse, and what is said of them."""
+    """Saves for the backward pass: q, k, v, sinks, out and lse, and the description of the call."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -26,10 +26,10 @@ class ByHand(torch.autograd.Function):
 
 
 def once_differentiable(backward: Backward) -> Backward:
-    """`backward`, whose gradients refuse to be differentiated in the words of `qflash.attention`.
+    """`backward`, whose gradients raise the same error as those of `qflash.attention` when they are differentiated.
 
-    PyTorch's decorator of this name makes constants of them, so that `torch.autograd.grad` of a sum in which they stand
-    leaves them out without a word.
+    PyTorch's decorator of this name makes them constants, so `torch.autograd.grad` of a sum that contains them silently
+    omits them.
     """
 
     @wraps(backward)

@@ -1,7 +1,7 @@
-"""What moves between ranks: hops of a ring, and the three collectives.
+"""Communication between ranks: hops of a ring, and the three collectives.
 
-Collectives are those that torch.compile can trace. A failure says which rank was waited for, and how far the call had
-come; a rank that does not answer is an error after the group's timeout, as torch.distributed has it.
+The collectives are those that torch.compile can trace. An error names the rank that was waited for and the transfer; a
+rank that does not answer is an error after the group's timeout, as in torch.distributed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from qflash.parallel.torch.groups import Ranks
 
 Tensor = torch.Tensor
 
-# PyTorch 2.13 has new names, and warns of the old.
+# PyTorch 2.13 has new names, and warns about the old ones.
 _gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 class Hop:
-    """Tensors on their way to the rank `distance` further, and others coming from the rank `distance` before.
+    """A transfer of tensors to the rank `distance` ahead, and of others from the rank `distance` behind.
 
-    The transfer is under way once the Hop is made; what is sent must not be written to before `wait` has returned.
+    The transfer starts when the Hop is made; tensors being sent must not be written to before `wait` has returned.
     """
 
     def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int) -> None:
@@ -36,11 +36,11 @@ class Hop:
         to, source = ranks.peer(distance), ranks.peer(-distance)
         operations = [dist.P2POp(dist.isend, x, to, ranks.group) for x in sent]
         operations += [dist.P2POp(dist.irecv, x, source, ranks.group) for x in self._received]
-        self._sent = sent  # kept until they are sent
+        self._sent = sent  # kept alive until they are sent
         self._works = self._tried(lambda: dist.batch_isend_irecv(operations))
 
     def wait(self) -> list[Tensor]:
-        """What came. On a GPU it is the stream that waits, not the host."""
+        """The received tensors. On a GPU the stream waits, not the host."""
         for work in self._works:
             self._tried(work.wait)
         self._sent = []
@@ -60,9 +60,9 @@ class Hop:
 
 
 class TracedHop:
-    """A Hop in a graph of torch.compile, which takes no sends and receives: an exchange in which one rank gets all.
+    """A Hop in a graph of torch.compile, which has no send and receive: an all-to-all that sends all data to one rank.
 
-    The graph has the wait where `wait` is called, so that what is computed before that runs beside the transfer.
+    The graph waits where `wait` is called, so computation before that overlaps with the transfer.
     """
 
     def __init__(self, ranks: Ranks, tensors: Sequence[Tensor], distance: int) -> None:
@@ -75,28 +75,28 @@ class TracedHop:
             self._coming.append((flat, x.shape))
 
     def wait(self) -> list[Tensor]:
-        """What came."""
+        """The received tensors."""
         return [functional.wait_tensor(flat).view(shape) for flat, shape in self._coming]
 
 
 def start_hop(ranks: Ranks, tensors: Sequence[Tensor], what: str, distance: int = 1) -> Hop | TracedHop:
-    """The transfer, under way."""
+    """Start the transfer."""
     if torch.compiler.is_compiling():
         return TracedHop(ranks, tensors, distance)
     return Hop(ranks, tensors, what, distance)
 
 
 def saved_again(x: Tensor, cotangent: Tensor) -> Tensor:
-    """x, which a forward pass kept, for the backward pass: what is computed from it is computed again.
+    """x, saved by a forward pass, for the backward pass: values derived from it are recomputed.
 
-    A compiler that sees both passes would else move the second round of keys into the first, and keep all that came.
+    Otherwise a compiler that sees both passes would merge the second transfers into the first, and keep all keys.
     """
     return _after(x, cotangent) if torch.compiler.is_compiling() else x
 
 
 @torch.library.custom_op("qflash::after", mutates_args=())
 def _after(x: Tensor, other: Tensor) -> Tensor:
-    """x, not before the other one is there."""
+    """x, but not before the other tensor exists."""
     return x.clone()
 
 
@@ -130,5 +130,5 @@ def _collective(ranks: Ranks, x: Tensor, what: str, of: Callable[[Tensor], Tenso
 
 
 def _on_wire(ranks: Ranks, x: Tensor) -> Tensor:
-    """x where the group's backend takes it from: gloo, which may be all that a group has, sends what is on the host."""
+    """x where the group's backend expects it: gloo, which may be a group's only backend, sends from the host."""
     return x.cpu() if x.is_cuda and ranks.backend("cuda") in ("gloo", None) else x

@@ -1,8 +1,8 @@
 """strategy="all_gather": every rank gets all keys and values, and attends to them with its own queries.
 
-Each chunk of queries is one call on the keys up to its end, so nothing is merged and the mask may be any that ends
-where the keys do. Backward, keys are gathered again, which takes less memory than keeping them for every layer, and
-their gradients are summed over the ranks in float32.
+Each chunk of queries is one call on the keys up to its end, so nothing is merged, and any mask that ends with the keys
+is supported. In the backward pass keys are gathered again, which takes less memory than keeping them for every layer,
+and their gradients are summed over the ranks in float32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attend_gathered(
 
 
 def _all_keys(keys: Tensor, of: Sequences, ranks: Ranks, what: str) -> Tensor:
-    """k and v of all ranks in the order of tokens, `[2, B, S, Hkv, D]`. keys: this rank's, stacked."""
+    """k and v of all ranks in token order, `[2, B, S, Hkv, D]`. keys: this rank's, stacked."""
     return in_token_order(all_gather(ranks, keys, what), of.at, of.token_dim + 1)
 
 

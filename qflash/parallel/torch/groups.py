@@ -1,4 +1,4 @@
-"""Who takes part: a process group, or a dimension of a DeviceMesh, as ranks with numbers."""
+"""Participants: a process group, or a dimension of a DeviceMesh, as numbered ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class Ranks:
     size: int
 
     def __str__(self) -> str:
-        """This rank, for errors: which group it is in says more than its size where groups were mixed up."""
+        """This rank, for errors. The group's members identify it better than its size, if groups were mixed up."""
         if self.group is dist.group.WORLD:
             return f"rank {self.rank} of {self.size}"
         members = ", ".join(map(str, dist.get_process_group_ranks(self.group)))
         return f"rank {self.rank} of {self.size} (the group of ranks {members})"
 
     def backend(self, device: str) -> str | None:
-        """What moves tensors of a kind of device between these ranks; None: nothing does."""
+        """The backend for tensors of a device type between these ranks; None: there is none."""
         of_devices = dict(pair.split(":") for pair in dist.get_backend_config(self.group).split(","))
         return of_devices.get(device)
 
     def peer(self, distance: int) -> int:
-        """The number in the default group of the rank that stands `distance` after this one."""
+        """The number in the default group of the rank `distance` after this one."""
         return dist.get_global_rank(self.group, (self.rank + distance) % self.size)
 
 
 def group_of(group: Any) -> Any:
-    """The process group that a user means."""
+    """The process group of a user's `group` argument."""
     if group is None:
         if not dist.is_initialized():
             raise ValueError(

@@ -1,9 +1,9 @@
-"""strategy="ring": keys and values go round, and each rank attends to every block of them as it comes by.
+"""strategy="ring": keys and values move around the ring, and each rank attends to every block as it arrives.
 
-Hops come in rounds (rounds.py), and the next one is on its way before the present one is computed on. Partial results
-are merged by lse in float32, in the order of hops, which is fixed for every rank: the same input gives the same bits.
-Backward, blocks go round again hop by hop, and their gradients follow one hop behind; every share is computed from the
-out and lse of all keys, and is exact.
+Hops are grouped into rounds (rounds.py), and the transfer of the next one starts before the current one is computed.
+Partial results are merged by lse in float32, in the order of hops, which is fixed for every rank: the same input gives
+the same bits. In the backward pass blocks go around again hop by hop, and their gradients follow one hop behind. Every
+share is computed from the out and lse of all keys, and is exact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def attend_ring(
 
 def steps_of(of: Sequences, rank: int) -> list[list[Part]]:
     """What a rank computes after each hop."""
-    find = ring_steps.__wrapped__ if torch.compiler.is_compiling() else ring_steps  # a compiler warns of caches
+    find = ring_steps.__wrapped__ if torch.compiler.is_compiling() else ring_steps  # a compiler warns about caches
     steps = find(of.at, rank, of.words.edges, of.offsets is not None)
     return [
         [of.ring_part(piece, rank, (rank - hop) % of.at.ranks) for piece in pieces] for hop, pieces in enumerate(steps)
@@ -50,7 +50,7 @@ def steps_of(of: Sequences, rank: int) -> list[list[Part]]:
 def attend_blocks(
     q: Tensor, sinks: Tensor | None, of: Sequences, steps: list[list[Part]], blocks: Iterable[list[Tensor]]
 ) -> tuple[Tensor, Tensor]:
-    """out and lse of a rank's queries. blocks: of each round, keys and values after each of its hops, stacked."""
+    """out and lse of a rank's queries. blocks: for each round, keys and values after each of its hops, stacked."""
     merged = _Merged(of.token_dim)
     for one, came in zip(rounds_of(len(steps), of.at), blocks, strict=True):
         for call in _calls(of, steps[one.first : one.end]):
@@ -61,18 +61,18 @@ def attend_blocks(
 def _calls(of: Sequences, hops: list[list[Part]]) -> list[Call]:
     if of.words.precision is None:
         return calls_of(hops)
-    # A rank's keys are quantized alone.
+    # Each rank's keys are quantized separately.
     return [[(number, part)] for number, parts in enumerate(hops) for part in parts]
 
 
 def _attend(q: Tensor, sinks: Tensor | None, of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """out and lse of a call. Keys that were laid end to end for it are given back before those of the next one."""
+    """out and lse of a call. The memory of keys concatenated for it is freed before the next call."""
     part, block = _end_to_end(of, call, blocks)
     return of.attend(part, q, block[0], block[1], sinks)
 
 
 def _end_to_end(of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Part, Tensor]:
-    """A part on the keys of all parts of a call, and these."""
+    """A part on the keys of all parts of a call, and these keys."""
     number, part = call[0]
     if len(call) == 1:
         return part, blocks[number]
@@ -85,22 +85,22 @@ def _end_to_end(of: Sequences, call: Call, blocks: list[Tensor]) -> tuple[Part, 
 
 
 def _converted(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in a type. A conversion to the type that x has would lose the gradient of a forward pass's result in programs
-    of PyTorch 2.11's compiler."""
+    """Convert x, unless it has that dtype: a conversion to x's own dtype would lose the gradient of a forward pass's
+    result in programs of PyTorch 2.11's compiler."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def _going_round(block: Tensor, hops: int, of: Sequences, ranks: Ranks) -> Iterator[list[Tensor]]:
-    """The blocks of each round; those of the next one are on their way while they are used."""
+    """The blocks of each round; those of the next one are in flight while they are used."""
     rounds = rounds_of(hops, of.at)
-    wires: dict[int, Wire] = {0: to_wire(of, block, ranks.rank) if hops > 1 else ()}  # by hop, as they came
+    wires: dict[int, Wire] = {0: to_wire(of, block, ranks.rank) if hops > 1 else ()}  # by hop, as received
     for number, one in enumerate(rounds):
         coming = _start_round(ranks, wires, rounds[number + 1]) if number + 1 < len(rounds) else None
         yield [from_wire(wires[hop], block) if hop else block for hop in one.hops]
         if coming is None:
             return
         came, count = coming.wait(), len(wires[one.first])
-        wires = {hop: wires[hop] for hop in wires if hop >= one.end - most_hops(of.at)}  # that may go on once more
+        wires = {hop: wires[hop] for hop in wires if hop >= one.end - most_hops(of.at)}  # may be sent again
         for first in range(0, len(came), count):
             wires[one.end + first // count] = tuple(came[first : first + count])
 
@@ -111,15 +111,15 @@ def _start_round(ranks: Ranks, wires: dict[int, Wire], one: Round) -> Hop | Trac
 
 
 class _Merged:
-    """Float32 results and their lse, which parts are merged into, in pieces: a part of some rows alone cuts those there
-    are, so that it is merged into these rows and nothing is copied. Rows that no part has had are zeros and -inf."""
+    """Float32 results and their lse, into which parts are merged, as pieces: a part of only some rows splits the
+    existing pieces, is merged into these rows, and nothing is copied. Rows without any part are zeros and -inf."""
 
     def __init__(self, token_dim: int) -> None:
         self._dim = token_dim
-        self._pieces: list[_Piece] = []  # of all rows, in their order, once there is a part
+        self._pieces: list[_Piece] = []  # of all rows in order, once there is a part
 
     def add(self, rows: Span, like: Tensor, out: Tensor, lse: Tensor) -> None:
-        """Merge the result of some rows. like: a tensor of the shape of all of them."""
+        """Merge the result of some rows. like: a tensor with the shape of all rows."""
         first, end = rows
         if not self._pieces:
             self._begin(rows, like, out, lse)
@@ -135,7 +135,7 @@ class _Merged:
         self._pieces = pieces
 
     def results(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """out, in the type of `like`, and lse of all rows."""
+        """out, in the dtype of `like`, and lse of all rows."""
         if not self._pieces:
             empty = self._empty(like, 0, like.shape[self._dim])
             return _converted(empty.out, like.dtype), empty.lse
@@ -153,7 +153,7 @@ class _Merged:
         self._pieces = [piece for piece in pieces if piece.end > piece.first] or pieces[:1]
 
     def _cut(self, *places: int) -> Iterator[_Piece]:
-        """The pieces, cut at some rows."""
+        """The pieces, split at some rows."""
         for piece in self._pieces:
             ends = [piece.first, *(row for row in places if piece.first < row < piece.end), piece.end]
             for first, end in pairwise(ends):
@@ -198,7 +198,7 @@ class _Ring(ByHand):
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dsinks = None if sinks is None else torch.zeros_like(sinks, dtype=torch.float32)
         block = saved_again(torch.stack([k, v]), dout)
-        # dblock is the gradient of the block at hand: what the ranks that had it before have added to it so far.
+        # dblock is the gradient of the current block: the sum of what its earlier ranks have added.
         dblock = torch.zeros(block.shape, dtype=torch.float32, device=q.device)
         returning: Hop | TracedHop | None = None
         for hop, parts in enumerate(steps):
@@ -215,7 +215,7 @@ class _Ring(ByHand):
             if coming is not None:
                 (block,) = coming.wait()
                 returning = start_hop(ranks, [dblock], _GRADIENTS)
-        if len(steps) > 1:  # back to the rank whose keys they are, as many ranks before this one as there were hops
+        if len(steps) > 1:  # back to the rank that owns the keys, as many ranks behind as there were hops
             (dblock,) = start_hop(ranks, [dblock], _GRADIENTS, distance=1 - len(steps)).wait()
         dk, dv = dblock.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None if dsinks is None else dsinks.to(sinks.dtype), None, None

@@ -1,4 +1,4 @@
-"""Tensors cut over ranks and put together again, and where a rank's tokens stand in the whole sequence."""
+"""Tensors sharded over ranks and reassembled, and the positions of a rank's tokens in the whole sequence."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Tensor = torch.Tensor
 
 
 def shard(x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None) -> Tensor:
-    """This rank's part of a tensor that every rank has whole.
+    """Return this rank's part of a tensor that every rank has in full.
 
     Args:
         x: with all tokens in dimension `dim`: q, k, v, token ids, labels.
-        group: a process group, or one dimension of a DeviceMesh; None: the default group.
-        dim: which dimension the tokens are.
-        causal: says the placement, as it does in `attention`.
-        placement: "zigzag" (two chunks for each rank, from both ends) or "contiguous" (one); None: zigzag where causal.
+        group: a process group, or one dimension of a DeviceMesh. None: the default group.
+        dim: the dimension of tokens.
+        causal: selects the placement, as in `attention`.
+        placement: "zigzag" (two chunks per rank, from both ends) or "contiguous" (one). None: zigzag if causal.
 
     Returns:
-        A tensor with 1 / ranks of the tokens, in the order in which `attention` takes them. Its gradient is x's, with
-        zeros for the tokens of other ranks.
+        A tensor with 1 / ranks of the tokens, in the order that `attention` expects. Its gradient is x's, with zeros
+        for the tokens of other ranks.
 
     Raises:
         ValueError: the tokens do not divide evenly. Pad them at the end: a causal mask hides padded keys, and `kv_lens`
-            does without one.
+            does without a mask.
     """
     ranks = ranks_of(group)
     at, dim = _placed("x", x, ranks, dim, causal, placement, whole=True)
@@ -41,13 +41,13 @@ def shard(x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, p
 def unshard(
     x: Tensor, *, group: Any = None, dim: int = 1, causal: bool = False, placement: str | None = None
 ) -> Tensor:
-    """The tensor whose parts the ranks have, on every rank: the inverse of `shard`, with the same words.
+    """Return the full tensor on every rank: the inverse of `shard`, with the same arguments.
 
-    Its gradient is this rank's part of the whole tensor's, as is right where every rank computes the same loss from
-    that. Losses that ranks compute from parts of their own need none of it.
+    Its gradient is this rank's part of the full tensor's gradient, which is correct if every rank computes the same
+    loss from the full tensor. Losses that ranks compute from their own parts do not need `unshard`.
 
     Raises:
-        TypeError, ValueError: an argument is not what is allowed, or not the same on all ranks. All ranks raise.
+        TypeError, ValueError: an argument is invalid, or differs between ranks. All ranks raise.
     """
     ranks = ranks_of(group)
     refusal: Exception | None = None
@@ -55,7 +55,7 @@ def unshard(
     try:
         at, dim = _placed("x", x, ranks, dim, causal, placement, whole=False)
         text = f"{in_words(x)} on {x.device.type}; {dim=}; {at.kind} placement"
-    except Exception as error:  # whatever it is, the others must not wait for this rank
+    except Exception as error:  # whatever the error is, the other ranks must not wait for this one
         if torch.compiler.is_compiling() or ranks.size == 1:
             raise
         refusal = error
@@ -74,9 +74,9 @@ def positions(
     placement: str | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """int32 `[length / ranks]`: which tokens of a sequence of `length` this rank has, in its order.
+    """Return the tokens of a sequence of `length` that this rank has, int32 `[length / ranks]`, in the rank's order.
 
-    They are the positions for rotary embeddings that are applied outside of `attention`, and for labels.
+    Use them as positions for rotary embeddings that are applied outside of `attention`, and for labels.
     """
     length = check_int("length", length, 0, 2**31 - 1)
     kind, ranks = check_placement(placement, causal), ranks_of(group)
@@ -85,7 +85,7 @@ def positions(
 
 
 def own_tokens(at: Placement, rank: int, device: torch.device | str | None = None) -> Tensor:
-    """int32: which tokens a rank has, in its order."""
+    """The tokens that a rank has, in its order, as int32."""
     steps = torch.arange(at.chunk, dtype=torch.int32, device=device)
     return torch.cat([steps + chunk * at.chunk for chunk in at.chunks(rank)])
 
@@ -93,7 +93,7 @@ def own_tokens(at: Placement, rank: int, device: torch.device | str | None = Non
 def _placed(
     name: str, x: Any, ranks: Ranks, dim: Any, causal: Any, placement: Any, whole: bool
 ) -> tuple[Placement, int]:
-    """The checked words of `shard` and `unshard`."""
+    """The checked arguments of `shard` and `unshard`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} is {type(x).__module__}.{type(x).__qualname__}; allowed: torch.Tensor")
     if hasattr(x, "to_local"):
@@ -108,7 +108,7 @@ def _placed(
 
 
 def own_part(x: Tensor, at: Placement, rank: int, dim: int) -> Tensor:
-    """The tokens of a rank, of a tensor that has all."""
+    """A rank's tokens, from a tensor with all of them."""
     return torch.cat([x.narrow(dim, chunk * at.chunk, at.chunk) for chunk in at.chunks(rank)], dim)
 
 
@@ -118,7 +118,7 @@ def by_rank(x: Tensor, at: Placement, dim: int) -> Tensor:
 
 
 def in_token_order(parts: Tensor, at: Placement, dim: int) -> Tensor:
-    """`[ranks, ...]`, each row a rank's part, as one tensor with all tokens. dim: of a part."""
+    """`[ranks, ...]`, each row a rank's part, as one tensor in token order. dim: of a part."""
     return torch.cat([parts[rank].narrow(dim, run * at.chunk, at.chunk) for rank, run in at.holders()], dim)
 
 

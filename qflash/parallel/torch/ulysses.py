@@ -1,6 +1,6 @@
-"""strategy="ulysses": heads for tokens. Every rank gets all tokens of some heads, attends, and gives them back.
+"""strategy="ulysses": every rank gets all tokens of some heads, attends, and sends the results back.
 
-The call in the middle is plain attention over the whole sequence, so every word means what it does there.
+The inner call is plain attention over the whole sequence, so every argument has its usual meaning.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ Tensor = torch.Tensor
 def attend_ulysses(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, of: Sequences, ranks: Ranks
 ) -> tuple[Tensor, Tensor | None]:
-    """out and, where it is wanted, lse of this rank's queries."""
+    """out and, if requested, lse of this rank's queries."""
     own_sinks = None if sinks is None else sinks.chunk(ranks.size)[ranks.rank]
     out, lse = of.attend(of.whole_part(), *_all_tokens(q, k, v, of, ranks), own_sinks)
-    # out: tokens stand before heads. lse: after them.
+    # out: tokens before heads. lse: heads before tokens.
     places = [(out, of.token_dim, of.token_dim + 1), (lse, lse.dim() - 1, lse.dim() - 2)][: 1 + of.words.return_lse]
     sent = (by_rank(x, of.at, token_dim) for x, token_dim, _ in places)
     arrived = _exchanged(ranks, "the exchange of heads for tokens", *sent)
@@ -45,18 +45,18 @@ def _all_tokens(q: Tensor, k: Tensor, v: Tensor, of: Sequences, ranks: Ranks) ->
 
 
 def _exchanged(ranks: Ranks, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Row `rank` of each tensor, `[ranks, ...]`, of every rank."""
+    """Row `rank` of each tensor, `[ranks, ...]`, from every rank."""
     if torch.compiler.is_compiling() and not gradient_wanted(tensors):
-        # Dynamo counts parameters to know whether such a forward function takes a ctx, and takes *tensors for one.
+        # Dynamo counts parameters to detect whether such a forward function takes a ctx, and counts *tensors as one.
         return _AllToAll.forward(ranks, what, *tensors)
     return _AllToAll.apply(ranks, what, *tensors)
 
 
 class _AllToAll(torch.autograd.Function):
-    """Row r of each `[ranks, ...]` for row `rank` of rank r. The same exchanges take gradients back.
+    """Exchange row r of each `[ranks, ...]` for row `rank` of rank r. The same exchanges return gradients.
 
-    One function for all that goes at the same time: a rank whose loss leaves one of them out sends zeros for it, where
-    it would otherwise stay away from an exchange that others wait in.
+    One function exchanges all tensors that are sent together: a rank whose loss omits one of them sends zeros for it,
+    where it would otherwise skip an exchange that other ranks wait in.
     """
 
     @staticmethod
@@ -71,6 +71,6 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         ranks, what = ctx.call
         what = f"{what}, backward"
-        if torch.compiler.is_compiling():  # which traces no function inside of another one's backward
+        if torch.compiler.is_compiling():  # it traces no function inside another one's backward
             return None, None, *(all_to_all(ranks, grad, what) for grad in grads)
         return None, None, *_AllToAll.apply(ranks, what, *grads)  # so that torch.func sees it
