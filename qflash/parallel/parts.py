@@ -7,7 +7,7 @@ each part. Ranks and chunk starts may be traced, so all of this is arithmetic on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 from qflash.api import attention, attention_varlen
@@ -65,6 +65,19 @@ class Sequences:
     positions_k: Any = None
     good_offsets: bool = False  # whether their values were checked
     wide: bool = False  # compute results that are merged from float32 arrays, so that they are not rounded before
+    # Of packed sequences, computed once for all parts: on a GPU every part would launch kernels for its own.
+    _are_good: Any = field(init=False, default=True)  # are the offsets valid? True, or an array
+    _by_chunk: Any = field(init=False, default=None)  # [chunks, B + 1]: where sequences begin within each chunk
+
+    def __post_init__(self) -> None:
+        if self.offsets is None:
+            return
+        of, chunk = self.offsets, self.at.chunk
+        if not self.good_offsets:
+            good = (of[0] == 0) & (of[-1] == self.at.length) & (of[1:] >= of[:-1]).all()
+            object.__setattr__(self, "_are_good", good)
+        starts = self.maths.arange(self.at.runs * self.at.ranks, self.like)[:, None] * chunk
+        object.__setattr__(self, "_by_chunk", self._valid_offsets(self.maths.clip(of - starts, 0, chunk)))
 
     @property
     def token_dim(self) -> int:
@@ -102,7 +115,7 @@ class Sequences:
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
         offsets = None
         if self.offsets is not None:
-            offsets = self._offsets_in(end - self.at.chunk, end), self._offsets_in(0, call.k_end)
+            offsets = self._by_chunk[chunk], self._offsets_until(call.k_end)
         lens, rope = self._lens_until(end), self._rope_of_gathered(rank, q, call.k_end)
         return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
 
@@ -115,12 +128,8 @@ class Sequences:
         if self.offsets is not None:
             # The last sequence is followed by one without queries, for the keys that no query of the chunk sees.
             tokens = self.maths.arange(1, self.like)
-            of_q = self._offsets_in(end - self.at.chunk, end)
-            of_k = self._offsets_in(0, k_end)
-            offsets = tuple(
-                self.maths.concatenate([x, tokens + last])
-                for x, last in ((of_q, self.at.chunk), (of_k, self.at.length))
-            )
+            ends = ((self._by_chunk[chunk], self.at.chunk), (self._offsets_until(k_end), self.at.length))
+            offsets = tuple(self.maths.concatenate([x, tokens + last]) for x, last in ends)
             return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope, unseen=True)
         lens = self._lens_until(end)
         if lens is None:
@@ -208,19 +217,17 @@ class Sequences:
         """Offsets within the chunk of queries and the chunk of keys of a piece."""
         if self.offsets is None:
             return None
-        chunk = self.at.chunk
-        q_start = self.at.chunks(rank)[piece.q[0] // chunk] * chunk
-        k_start = self.at.chunks(source)[piece.k[0] // chunk] * chunk
-        return self._offsets_in(q_start, q_start + chunk), self._offsets_in(k_start, k_start + chunk)
+        q_run, k_run = (span[0] // self.at.chunk for span in (piece.q, piece.k))
+        return self._by_chunk[self.at.chunks(rank)[q_run]], self._by_chunk[self.at.chunks(source)[k_run]]
 
-    def _offsets_in(self, start: Any, end: Any) -> Any:
-        """Where sequences begin within some tokens; sequences that are elsewhere are empty. If any offset is invalid,
-        all results are invalid: clipped, they could be valid, or invalid on some ranks only, so that others wait."""
-        found, of = self.maths.clip(self.offsets, start, end) - start, self.offsets
-        if self.good_offsets:
-            return found
-        good = (of[0] == 0) & (of[-1] == self.at.length) & (of[1:] >= of[:-1]).all()
-        return self.maths.where(good, found, found * 0 - 1)
+    def _offsets_until(self, end: Any) -> Any:
+        """Where sequences begin within the first `end` tokens; later sequences are empty."""
+        return self._valid_offsets(self.maths.clip(self.offsets, 0, end))
+
+    def _valid_offsets(self, found: Any) -> Any:
+        """If any offset of the call is invalid, all of these are -1: clipped, they could be valid, or invalid on some
+        ranks only, so that others wait."""
+        return found if self._are_good is True else self.maths.where(self._are_good, found, -1)
 
     # Calls ------------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ QF_EXPORT int try_borrow(int words) {
 
 QF_EXPORT int try_stream(void* stream, unsigned long long* id) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
-  if (const cudaError_t error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status)) return error;
+  if (const cudaError_t error = cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, id)) return error;
   if (status != cudaStreamCaptureStatusNone) return -1;
   return cudaStreamGetId(static_cast<cudaStream_t>(stream), id);
 }

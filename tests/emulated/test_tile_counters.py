@@ -20,8 +20,13 @@ def counters(emulated_source, tmp_path) -> Library:
     return Library(Path(shutil.copy(path, tmp_path)), "tile_counters")
 
 
-def counter(library: Library, stream: int, capturing: bool = False) -> int:
-    return library.handle.try_counter(ctypes.c_void_p(stream), int(capturing))
+def counter(library: Library, stream: int, capture: int = 0) -> int:
+    return library.handle.try_counter(ctypes.c_void_p(stream), capture)
+
+
+def first_of(library: Library, wanted: int, stream: int = 7, capture: int = 0) -> int:
+    """Of 100 counters, of which four streams have ten each."""
+    return library.handle.try_counters(ctypes.c_void_p(stream), capture, wanted)
 
 
 def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(counters):
@@ -40,14 +45,34 @@ def test_a_stream_for_which_none_is_left_gets_none_and_takes_nobody_elses(counte
 
 
 def test_the_default_stream_of_a_thread_gets_none_but_in_a_graph(counters):
-    """cudaStreamPerThread is one handle for as many streams as there are threads."""
+    """cudaStreamPerThread is one handle for as many streams as there are threads, so its launches share none."""
+    streams = counters.handle.stream_counters()
     assert counter(counters, 2) == NONE
-    assert counter(counters, 2, capturing=True) == counters.handle.stream_counters()
+    assert [counter(counters, 2, capture=1) for _ in range(3)] == [streams, streams + 1, streams + 2]
 
 
-def test_every_captured_launch_gets_a_counter_that_no_stream_has_until_there_are_none(counters):
+def test_every_captured_stream_gets_a_counter_that_no_other_has_until_there_are_none(counters):
     streams, count = counters.handle.stream_counters(), counters.handle.all_counters()
     counter(counters, 7)
-    assert [counter(counters, 7, capturing=True) for _ in range(count - streams)] == list(range(streams, count))
-    assert counter(counters, 7, capturing=True) == NONE
+    captures = range(1, count - streams + 1)
+    assert [counter(counters, 7, capture) for capture in captures] == list(range(streams, count))
+    assert counter(counters, 7, capture=count) == NONE
     assert counter(counters, 7) < streams
+
+
+def test_launches_that_a_stream_captures_share_counters(counters):
+    """A graph runs them in sequence. Another stream of the same capture may run beside them."""
+    assert [first_of(counters, wanted, capture=5) for wanted in (8, 3, 8)] == [40, 40, 40]
+    assert first_of(counters, 9, capture=5) == 48  # more than there were; from now on these serve
+    assert [first_of(counters, wanted, capture=5) for wanted in (9, 2)] == [48, 40]
+    assert first_of(counters, 8, stream=16, capture=5) == 57
+    assert first_of(counters, 8, capture=6) == 65
+    assert [first_of(counters, 8, capture=5), first_of(counters, 8, stream=16, capture=5)] == [40, 57]
+    assert first_of(counters, 30, capture=7) == NONE and first_of(counters, 27, capture=7) == 73
+
+
+def test_a_capture_that_others_displaced_gets_new_counters(counters):
+    """Which captures took counters is remembered of the last sixteen."""
+    taken = [first_of(counters, 1, capture=capture) for capture in range(1, 18)]
+    assert taken == list(range(40, 57))
+    assert first_of(counters, 1, capture=17) == 56 and first_of(counters, 1, capture=1) == 57

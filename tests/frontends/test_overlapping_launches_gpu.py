@@ -55,6 +55,14 @@ class Step:
         return x
 
 
+def captured(step: Step, pool=None):
+    """A graph of a step, and its result."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        out = step.run()
+    return graph, out
+
+
 @pytest.mark.parametrize("precision", [None, "int8"])
 def test_a_chain_of_launches_has_the_bits_of_single_ones(precision):
     step = Step(precision)
@@ -69,10 +77,40 @@ def test_a_chain_of_launches_has_the_bits_of_single_ones(precision):
 def test_the_same_in_a_graph(precision):
     step = Step(precision)
     want = step.run(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step.run()
+    graph, out = captured(step)
     for _ in range(200):
         graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_two_streams_of_one_graph(precision):
+    """Their launches may run at the same time, so they share no counters; those of one stream do."""
+    steps = [Step(precision), Step(precision)]
+    want = steps[0].run(torch.cuda.synchronize)
+    steps[1].run(torch.cuda.synchronize)
+    graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        this = torch.cuda.current_stream()
+        other.wait_stream(this)
+        with torch.cuda.stream(other):
+            beside = steps[1].run()
+        out = steps[0].run()
+        this.wait_stream(other)
+    for _ in range(200):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want) and torch.equal(beside, want)
+
+
+def test_graphs_for_which_no_counters_are_left():
+    """These clear counters in their workspace before each launch that needs some."""
+    step = Step(None)
+    want = step.run(torch.cuda.synchronize)
+    pool = torch.cuda.graph_pool_handle()
+    graphs = [captured(step, pool) for _ in range(500)]
+    for graph, out in (graphs[0], graphs[-1], graphs[-1], graphs[0]):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, want)

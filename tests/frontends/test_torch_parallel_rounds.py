@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 
 torch = pytest.importorskip("torch")
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
 from qflash import Rope  # noqa: E402
 from qflash.parallel import rounds  # noqa: E402
 from qflash.parallel.parts import Sequences  # noqa: E402
@@ -99,3 +101,29 @@ def test_within_the_contract(monkeypatch, calls, case, placement, ranks):
         assert len(together) == len(calls)
     else:  # on four ranks some masks leave no two hops of a round to one call
         assert len(together) + (ranks == 8 or case.name == "full") <= len(calls)
+
+
+class Operations(TorchDispatchMode):
+    """How many operations PyTorch runs: on a GPU most of them are a launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket not in (torch.ops.aten.select, torch.ops.aten.slice)  # views
+        return function(*args, **(kwargs or {}))
+
+
+def test_offsets_on_a_gpu_are_cut_by_few_launches():
+    """Their values are not read, so they are checked on the device; that and the cuts are done once for all parts."""
+    at, q = Placement.of_whole("zigzag", 8, 64, "q", 0), torch.zeros(8, 2, 16)
+    offsets = torch.tensor([0, 5, 30, 64], dtype=torch.int32)
+    words = check_words("ring", "zigzag", True, None, None, None, None, False, 16)
+    with Operations() as ran:
+        of = Sequences(at, words, maths, q, offsets=offsets, longest=40)
+        parts = [part for one in steps_of(of, 3) for part in one]
+    assert len(parts) >= 15 and ran.count <= 16
+    wrong = replace(of, offsets=torch.tensor([0, 30, 5, 64], dtype=torch.int32))
+    cuts = {tuple(x.tolist()) for one in steps_of(wrong, 3) for part in one for x in part.offsets}
+    assert cuts == {(-1,) * 4}

@@ -359,6 +359,21 @@ def test_whatever_is_not_0_in_a_mask_is_a_token():
     assert torch.equal(got.sequences, reference("llama"))
 
 
+def test_pages_of_another_type():
+    """Steps of other batch sizes have tables of pages that are gone, and make new ones."""
+    model, ids = copy.deepcopy(tiny.decoder("llama")), tiny.tokens()
+    decoder, new = qf.Decoder(model, pages=8, page_size=16), {"max_new_tokens": NEW}
+    want = [decoder.generate(ids[:rows], **new).new_tokens for rows in (1, 2)]
+    old = weakref.ref(decoder.cache.kv)
+    with torch.autocast("cpu", torch.bfloat16):
+        for rows in (1, 2):
+            assert decoder.generate(ids[:rows], **new).new_tokens.shape == (rows, NEW)
+    gc.collect()
+    assert old() is None  # no step keeps its memory
+    for rows, tokens in zip((2, 1), reversed(want), strict=True):
+        assert torch.equal(decoder.generate(ids[:rows], **new).new_tokens, tokens)
+
+
 def test_autocast():
     """Rotated keys are float32 under autocast and values are not; pages have the type that autocast computes in."""
     with tiny.attention_by(tiny.decoder("llama"), "qf") as model, torch.no_grad():

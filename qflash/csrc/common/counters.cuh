@@ -2,9 +2,11 @@
 // and every kernel that uses them leaves them at zero (atomicInc wraps to 0 at the last count).
 //
 // Two kernels that may run concurrently must not share a counter. Kernels of one stream run in sequence, so a stream
-// keeps the counters it was first given. A kernel in a captured graph runs whenever the graph does, so it gets counters
-// of its own. cudaStreamPerThread is a different stream in every thread, and its id is not guaranteed to differ, so it
-// gets none. Where there are none, or all are taken, the caller provides counters and clears them.
+// keeps the counters it was first given. A captured graph runs whenever it is launched, so it gets counters of its own,
+// which it keeps; but the kernels that one stream captured run in sequence within it, and share them.
+// cudaStreamPerThread is a different stream in every thread, and its id is not guaranteed to differ, so it gets none,
+// and its captured kernels share none. Where there are none, or all are taken, the caller provides counters and clears
+// them.
 //
 // Every device has its own counters, so the same index on two devices is two counters: the index of a stream is stored
 // once for all devices.
@@ -13,34 +15,73 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <mutex>
 
 namespace qf {
 
-// Takes counters from an array of kAll: kStreams streams have kEach each, the rest is for captured launches, `wanted`
-// each. Uses is any type that identifies the array. first: the index of the first, or -1. Returns a cudaError_t.
+// The counters of captured launches, from kFirst on.
+template <int kFirst, int kAll>
+class CapturedCounters {
+ public:
+  // The first of `wanted` counters, or -1. capture, stream: ids; one that captured a moment ago gets the same again.
+  int take(unsigned long long capture, unsigned long long stream, int wanted) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Taken& taken : recent_)
+      if (taken.capture == capture && taken.stream == stream && taken.count >= wanted) return taken.first;
+    const int first = take_alone(wanted);
+    if (first >= 0) recent_[oldest_++ % kRecent] = {capture, stream, first, wanted};
+    return first;
+  }
+  int take_unshared(int wanted) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return take_alone(wanted);
+  }
+
+ private:
+  struct Taken {
+    unsigned long long capture, stream;
+    int first, count;  // a count of 0: nothing was taken
+  };
+  // More streams than these that capture at the same time are given new counters every time, until there are none.
+  static constexpr unsigned kRecent = 16;
+
+  int take_alone(int wanted) {
+    if (wanted > kAll - next_) return -1;
+    next_ += wanted;
+    return next_ - wanted;
+  }
+
+  std::mutex mutex_;
+  Taken recent_[kRecent] = {};
+  unsigned oldest_ = 0;
+  int next_ = kFirst;
+};
+
+// Takes `wanted` counters from an array of kAll: kStreams streams have kEach each, the rest is for captured launches.
+// Uses is any type that identifies the array. first: the index of the first, or -1. Returns a cudaError_t.
 template <class Uses, int kStreams, int kEach, int kAll>
 inline int take_counters(cudaStream_t stream, int wanted, int& first) {
   static_assert(kStreams * kEach <= kAll, "");
   first = -1;
+  static CapturedCounters<kStreams * kEach, kAll> captured;
   cudaStreamCaptureStatus capturing;
-  if (const cudaError_t error = cudaStreamIsCapturing(stream, &capturing)) {
+  unsigned long long capture = 0, id = 0;  // never reused, unlike the addresses of streams
+  cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture);
+  const bool is_captured = error == cudaSuccess && capturing != cudaStreamCaptureStatusNone;
+  if (error == cudaSuccess && stream == cudaStreamPerThread) {
+    if (is_captured) first = captured.take_unshared(wanted);
+    return cudaSuccess;
+  }
+  if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
+  if (error != cudaSuccess) {
     cudaGetLastError();  // clears the thread's last error
     return error;
   }
-  if (capturing != cudaStreamCaptureStatusNone) {
-    static std::atomic<int> captured{kStreams * kEach};
-    int next = captured.load(std::memory_order_relaxed);
-    while (next <= kAll - wanted && !captured.compare_exchange_weak(next, next + wanted)) {
-    }
-    if (next <= kAll - wanted) first = next;
+  if (is_captured) {
+    first = captured.take(capture, id, wanted);
     return cudaSuccess;
   }
-  if (stream == cudaStreamPerThread || wanted > kEach) return cudaSuccess;
-  unsigned long long id = 0;  // never reused, unlike the addresses of streams
-  if (const cudaError_t error = cudaStreamGetId(stream, &id)) {
-    cudaGetLastError();
-    return error;
-  }
+  if (wanted > kEach) return cudaSuccess;
   if (id + 1 == 0) return cudaSuccess;                      // 0 means no owner
   static std::atomic<unsigned long long> owners[kStreams];  // id + 1
   for (int probe = 0; probe < kStreams; ++probe) {

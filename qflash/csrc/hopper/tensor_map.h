@@ -65,14 +65,15 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();
-  if (result == CUDA_ERROR_INVALID_CONTEXT) {
-    // A thread that has not used the GPU yet has no context: autograd's, for example.
+  if (result != CUDA_SUCCESS) {
+    // A thread that has not used the GPU yet has no context: autograd's, for example. Which code says so is not
+    // relied on; a second try costs nothing where the cause is another one.
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device)) return error;
     if (const cudaError_t error = cudaSetDevice(device)) return error;
     result = encoded();
   }
-  return result == CUDA_SUCCESS ? int(cudaSuccess) : int(cudaErrorInvalidValue);
+  return int(result);  // an error that an earlier kernel left has the same number in cudaError_t
 }
 
 }  // namespace qf

@@ -79,7 +79,7 @@ class CausalModel:
         """The state that a captured graph depends on and is not notified about: addresses of weights, and modes."""
         autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
         weights = (*self.model.parameters(), *self.model.buffers())
-        return self.model.training, autocast, tuple([_address(x) for x in weights])
+        return self.model.training, autocast, tuple([(_address(x), x.dtype) for x in weights])
 
     @property
     def device(self) -> torch.device | None:

@@ -164,11 +164,13 @@ class Decoder:
         check_cache_precision(cache_precision)
         self._causal = CausalModel(model, fuse)
         self.model = model
-        self.cache = PagedCache(model.config, pages=pages, page_size=page_size, precision=cache_precision)
+        self._steps: dict[Any, _DecodeStep] = {}
+        self.cache: PagedCache = _DecoderCache(
+            self._steps, model.config, pages=pages, page_size=page_size, precision=cache_precision
+        )
         self._capture, self._page_size = capture, page_size
         self._is_free = threading.Lock()
         self._pool = Pool()
-        self._steps: dict[Any, _DecodeStep] = {}
         self._as_captured: Any = None  # of the model, when the steps were made
 
     def generate(
@@ -257,6 +259,19 @@ class Decoder:
         return self._causal.logits(ids, positions, attention_mask, self.cache)[:, -1]
 
 
+class _DecoderCache(PagedCache):
+    """The pages of a Decoder, whose steps hold tables and graphs of them."""
+
+    def __init__(self, steps: dict[Any, _DecodeStep], config: Any, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self._steps = steps
+
+    def _make_pages(self, *of: Any) -> None:
+        for step in self._steps.values():
+            step.forget()
+        super()._make_pages(*of)
+
+
 class _DecodeStep:
     """Tensors at fixed addresses for one batch size and length, and the graph that reads and writes them."""
 
@@ -280,6 +295,10 @@ class _DecodeStep:
         self._tables: Any = None  # of the cache; the graph reads them
         self.graph: Any = None
         self.reason = obstacle(device, decoder._capture)
+
+    def forget(self) -> None:
+        """Release the tables and the graph, which are of pages that will be replaced."""
+        self._tables = self.graph = None
 
     def run(self, ids: Tensor, mask: Tensor | None, count: int, seed: int | None, stream: Stream | None) -> Tensor:
         """The new tokens, `[B, n]`."""

@@ -287,14 +287,21 @@ def _tensors(product: nn.Module) -> list[Tensor]:
 
 
 def _state(sources: Sequence[Tensor]) -> tuple[Any, ...]:
-    """What else a product of the same tensors depends on: whether they were written to, and modes of PyTorch, which
-    determine its dtype and whether it has a gradient. `sources`: the input, and the weights."""
+    """What else a product of the same tensors depends on: whether they were written to, modes of PyTorch, which
+    determine its dtype and whether it has a gradient, and the stream. `sources`: the input, and the weights."""
     device = sources[0].device.type
     is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     cast = torch.get_autocast_dtype(device) if is_cast else None
     is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
     tensors = [(_version(x), x.requires_grad) for x in sources]
-    return tensors, torch.is_grad_enabled(), is_inference, cast
+    return tensors, torch.is_grad_enabled(), is_inference, cast, _stream(sources[0])
+
+
+def _stream(x: Tensor) -> int | None:
+    """The CUDA stream of a call: another stream must not read columns that this one may not have written yet."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return None
+    return torch.cuda.current_stream(x.device).cuda_stream
 
 
 def _version(x: Tensor) -> int:

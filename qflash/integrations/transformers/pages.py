@@ -332,13 +332,17 @@ class PagedCache(Cache):
             raise NotImplementedError(f"keys are {k.dtype} on a GPU, where no kernel reads pages of them; {allowed}")
         of = (k.dtype, k.device, k.shape[1], k.shape[3])
         if self.kv is None or (of != self._pages_of and self._may_change_pages()):
-            sizes = {"layers": len(self.layers), "kv_heads": k.shape[1], "head_dim": k.shape[3]}
-            with torch.inference_mode(False):  # later passes in other modes write to them, too
-                self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=k.dtype, device=k.device)
-            self._pages_of, self.tables = of, None
+            self._make_pages(*of)
+            self._pages_of = of
         if of[:2] != self._pages_of[:2]:
             held = f"what its pages hold, {self._pages_of[0]} on {self._pages_of[1]}"
             raise TypeError(f"keys are {k.dtype} on {k.device}; allowed: {held}, or another cache, Decoder or Batcher")
+
+    def _make_pages(self, dtype: torch.dtype, device: torch.device, kv_heads: int, head_dim: int) -> None:
+        self.kv = self.tables = None  # earlier pages are free before memory for these is requested
+        sizes = {"layers": len(self.layers), "kv_heads": kv_heads, "head_dim": head_dim}
+        with torch.inference_mode(False):  # later passes in other modes write to them, too
+            self.kv = qflash.KVCache(**sizes, **self._sizes, dtype=dtype, device=device)
 
     def _may_change_pages(self) -> bool:
         """Whether no sequence has tokens in the pages, as after reset()."""

@@ -209,6 +209,7 @@ def _sequences(
     """The checked call. Every error that one rank can detect is found here, before any transfer."""
     packed = cu_seqlens is not None
     _check_max_seqlen(cu_seqlens, max_seqlen)
+    given_lens, given_offsets = kv_lens, cu_seqlens
     if kv_lens is not None:
         kv_lens = as_index("kv_lens", kv_lens, q)
     if packed:
@@ -233,7 +234,7 @@ def _sequences(
             "the same sequence"
         )
     check_strategy(words, ranks.size, q.shape[-2], k.shape[-2], kv_lens is not None, packed)
-    _check_values(at, kv_lens, cu_seqlens, longest)
+    _check_values(at, given_lens, given_offsets, longest)
     if rope is not None:
         _check_rope(rope, at, longest if packed else at.length)
         indexed = {name: as_index(f"rope.{name}", getattr(rope, name), q)
@@ -242,9 +243,13 @@ def _sequences(
         _check_position_shapes(rope, q, packed)
         _check_positions(rope, at, ranks.rank, kv_lens, packed)
     longest = min(longest, at.length)
-    known = packed and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
     wide = q.device.type == "cpu"
+    known = packed and _is_on_host(given_offsets) and not torch.compiler.is_compiling()
     return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=wide, good_offsets=known)
+
+
+def _is_on_host(x: Any) -> bool:
+    return not isinstance(x, Tensor) or x.device.type == "cpu"
 
 
 def _check_device(ranks: Ranks, device: str) -> None:
@@ -275,10 +280,14 @@ def _check_values(at: Placement, kv_lens: Any, offsets: Any, longest: int) -> No
     """Check lengths whose values are on the host: the engine would reject them during the call, on one rank only."""
     if torch.compiler.is_compiling():
         return
-    if kv_lens is not None and kv_lens.device.type == "cpu":
-        check_length_values(kv_lens.tolist(), at.length)
-    if offsets is not None and offsets.device.type == "cpu":
-        check_offset_values(offsets.tolist(), at.length, longest)
+    if kv_lens is not None and _is_on_host(kv_lens):
+        check_length_values(_values(kv_lens), at.length)
+    if offsets is not None and _is_on_host(offsets):
+        check_offset_values(_values(offsets), at.length, longest)
+
+
+def _values(x: Any) -> list[int]:
+    return list(x) if isinstance(x, (list, tuple)) else x.tolist()
 
 
 def _check_rope(rope: Rope, at: Placement, reach: int) -> None:

@@ -15,6 +15,7 @@ struct Flags {
   int first;  // in merge_flags; -1: use `cleared`
   unsigned* cleared;
 
+  bool was_cleared() const { return first < 0; }  // by a launch, which the kernel follows
   __device__ __forceinline__ unsigned* all() const { return first < 0 ? cleared : merge_flags + first; }
 };
 

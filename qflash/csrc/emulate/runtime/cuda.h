@@ -5,7 +5,7 @@
 
 using cuuint32_t = uint32_t;
 using cuuint64_t = uint64_t;
-enum CUresult { CUDA_SUCCESS, CUDA_ERROR_INVALID_VALUE, CUDA_ERROR_INVALID_CONTEXT };
+enum CUresult { CUDA_SUCCESS = 0, CUDA_ERROR_INVALID_VALUE = 1, CUDA_ERROR_INVALID_CONTEXT = 201 };
 enum CUtensorMapDataType {  // bytes
   CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1,
   CU_TENSOR_MAP_DATA_TYPE_UINT16 = 2,

@@ -45,7 +45,7 @@ struct cudaLaunchConfig_t {
 
 namespace emulate {
 
-inline bool capturing = false;  // the capture status that streams report; nothing is captured
+inline unsigned long long capture = 0;  // the id of the capture that all streams report; nothing is captured
 
 constexpr int kUsualSharedBytes = 48 * 1024;  // what a kernel may have without an opt-in
 cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
@@ -115,8 +115,9 @@ inline cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaSt
   return cudaSuccess;
 }
 
-inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = emulate::capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+inline cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* status, unsigned long long* id) {
+  *status = emulate::capture ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *id = emulate::capture;
   return cudaSuccess;
 }
 

@@ -22,25 +22,17 @@ struct PartialSums {
   int first;  // of place_counters; -1: `cleared` has the counters
   unsigned* cleared;
 
+  bool was_cleared() const { return first < 0; }  // by a launch, which the kernel follows
   __device__ __forceinline__ unsigned* counters() const { return first < 0 ? cleared : place_counters + first; }
 };
 
-// Host side. memory: kPlaces counters of the caller, cleared and used if the library has none left. A long launch takes
-// none for a captured graph, which would keep them: clearing costs it little, and short ones need them. Returns a
+// Host side. memory: kPlaces counters of the caller, cleared and used if the library has none left. Returns a
 // cudaError_t.
-inline int take_places(cudaStream_t stream, int places, unsigned* memory, bool is_long, PartialSums& partials) {
+inline int take_places(cudaStream_t stream, int places, unsigned* memory, PartialSums& partials) {
   struct Places;
   partials.cleared = memory;
-  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
-  if (is_long)
-    if (const cudaError_t error = cudaStreamIsCapturing(stream, &capturing)) {
-      cudaGetLastError();  // clears the thread's last error
-      return error;
-    }
-  if (capturing == cudaStreamCaptureStatusNone)
-    if (const int error =
-            take_counters<Places, kStreamsWithPlaces, kPlaces, kAllPlaces>(stream, places, partials.first))
-      return error;
+  if (const int error = take_counters<Places, kStreamsWithPlaces, kPlaces, kAllPlaces>(stream, places, partials.first))
+    return error;
   return partials.first >= 0 ? int(cudaSuccess) : int(cudaMemsetAsync(memory, 0, sizeof(unsigned) * places, stream));
 }
 

@@ -37,7 +37,8 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   const int key_columns = Config::kKept ? int(kept_width(p.head_dim)) : p.head_dim;
   const Aligned aligned = {whole(p.q, 2), chunks_aligned(p.kv.k, key_columns, Config::kKeyBytes),
                            whole(p.kv.v, Config::kElementBytes), whole(p.out, 2), rope_tables_vectorise(p.rope)};
-  const Launch how = {blocks, Config::kThreads, Config::kSharedBytes, stream, QF_ARCH >= 90};
+  const bool overlaps = QF_ARCH >= 90 && !flags.was_cleared();
+  const Launch how = {blocks, Config::kThreads, Config::kSharedBytes, stream, overlaps};
   constexpr bool kCanCopyAsync = QF_ARCH >= 80;
   const bool rotates_keys = QF_KV_KIND == QF_KV_ARRAYS && p.rope.cos;
   if (kCanCopyAsync && aligned.k && aligned.v && !rotates_keys)

@@ -104,8 +104,8 @@ int attend(const QfAttnParams& p, cudaStream_t stream) {
   // TMA reads K and V, which are 16-byte aligned.
   const Aligned aligned = {chunks_aligned(p.q, p.head_dim, 2), true, true, chunks_aligned(p.out, p.head_dim, 2),
                            tables_aligned};
-  return launch({blocks, Config::kThreads, Config::kSharedBytes, stream, true}, qf_sm90_decode_kernel<Config>, p, maps,
-                runs, parts, flags, aligned, box_rows);
+  const Launch how = {blocks, Config::kThreads, Config::kSharedBytes, stream, !flags.was_cleared()};
+  return launch(how, qf_sm90_decode_kernel<Config>, p, maps, runs, parts, flags, aligned, box_rows);
 }
 
 }  // namespace

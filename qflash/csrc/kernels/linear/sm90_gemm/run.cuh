@@ -39,7 +39,7 @@ int64_t workspace_bytes(const QfLinearParams& p) {
 template <class Config>
 int resident_clusters(const Launch& how, int processors, int& count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices];  // count + kOfEach * processors
+  static std::atomic<int> known[kDevices];  // count + kOfEach * processors; a count of 0 where none fit
   constexpr int kOfEach = 1 << 10;
   count = processors;
   if (Config::kCluster == 1) return QF_OK;
@@ -47,18 +47,18 @@ int resident_clusters(const Launch& how, int processors, int& count) {
   if (const cudaError_t error = cudaGetDevice(&device)) return error;
   const int before = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
   count = before % kOfEach;
-  if (count > 0 && before / kOfEach == processors) return QF_OK;
-  auto* const kernel = qf_sm90_gemm_kernel<Config>;
-  if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
-  const LaunchConfig with(how);
-  if (const cudaError_t error = cudaOccupancyMaxActiveClusters(&count, kernel, &with.config)) {
-    cudaGetLastError();  // clears the thread's last error
-    return error;
+  if (before == 0 || before / kOfEach != processors) {
+    auto* const kernel = qf_sm90_gemm_kernel<Config>;
+    if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
+    const LaunchConfig with(how);
+    if (cudaOccupancyMaxActiveClusters(&count, kernel, &with.config)) {
+      cudaGetLastError();  // clears the thread's last error
+      count = 0;           // on this device from now on, so that a problem has the same bits in every call
+    }
+    if (count >= kOfEach) count = kOfEach - 1;
+    if (device < kDevices) known[device].store(count + kOfEach * processors, std::memory_order_relaxed);
   }
-  if (count < 1) return cudaErrorInvalidConfiguration;
-  if (count >= kOfEach) count = kOfEach - 1;
-  if (device < kDevices) known[device].store(count + kOfEach * processors, std::memory_order_relaxed);
-  return QF_OK;
+  return count > 0 ? int(QF_OK) : int(cudaErrorInvalidConfiguration);
 }
 
 template <class Config>
@@ -134,14 +134,13 @@ int run(const QfLinearParams& given, int processors, int splits, int64_t whole, 
   p.residual_stride_m = residual.stride / (has_words(given) ? 4 : 2);
   PartialSums partials{workspace + Workspace::kCounterBytes, -1, nullptr};
   if (splits > 1)
-    if (const int error =
-            take_places(stream, int(places), reinterpret_cast<unsigned*>(workspace), walk.whole > 0, partials))
+    if (const int error = take_places(stream, int(places), reinterpret_cast<unsigned*>(workspace), partials))
       return error;
   Launch how = launch_of<Config>(stream);
   int clusters = 0;
   if (const int error = resident_clusters<Config>(how, processors, clusters)) return error;
   how.blocks = int64_t(walk.count < clusters ? walk.count : clusters) * Config::kCluster;
-  how.overlaps = true;
+  how.overlaps = splits == 1 || !partials.was_cleared();
   if (const int status = relayout_pass<Config, false>(relayout, p, copies, processors, stream)) return status;
   if (const int status = launch(how, qf_sm90_gemm_kernel<Config>, p, maps, walk, partials)) return status;
   return relayout_pass<Config, true>(relayout, p, copies, processors, stream);
