@@ -1,11 +1,11 @@
 // The activations of activation.cuh in as few instructions as their accuracy allows, for epilogues that stall the
 // tensor cores. NaN and infinities propagate as in activation.cuh.
 //
-//   gelu               within 5e-5 of the definition, absolute: a polynomial, no special functions
+//   gelu               within 4e-5 of the definition, absolute: a polynomial, no special functions
 //   gelu_tanh          for 16-bit results within 8e-5, also by a polynomial; for float32 results as below
 //   silu, swiglu       float32, except for the last bits of ex2 and rcp
 //
-// A polynomial takes 11 or 12 instructions of one cycle per warp, ex2 and rcp 8 cycles each.
+// A polynomial takes 11 instructions of one cycle per warp, ex2 and rcp 8 cycles each.
 #pragma once
 
 #include "gemm/activation.cuh"
@@ -21,11 +21,10 @@ constexpr float kLog2E = 1.44269504088896341f;
 // 1 / (1 + e^-h) for minus_h = -log2(e) h.
 __device__ __forceinline__ float sigmoid_of_log2(float minus_h) { return rcp(1.0f + ex2(minus_h)); }
 
-// Phi(h) = saturated(1/2 + h Q(min(h^2, c^2))): Q is fitted for the lowest error of h Phi(h) on [0, c], with c Q(c^2) =
-// 1/2, so that beyond c saturation gives 0 or 1 and h need not be clamped.
+// Phi(h) = saturated(1/2 + h Q(h^2)): Q is fitted for the lowest error of h Phi(h) on [0, c = 4.4], with c Q(c^2) =
+// 1/2. Beyond c, h Q(h^2) increases, because the leading coefficient is positive, and saturation gives 0 or 1.
 __device__ __forceinline__ float fast_normal_cdf(float h) {
-  constexpr float kClip = 4.4f;
-  const float t = fminf(h * h, kClip * kClip);
+  const float t = h * h;
   float q = 3.569430515e-11f;
   q = fmaf(q, t, -3.754050404e-09f);
   q = fmaf(q, t, 1.740847893e-07f);
@@ -38,7 +37,8 @@ __device__ __forceinline__ float fast_normal_cdf(float h) {
   return fma_saturated(h, q, 0.5f);
 }
 
-// The same for (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) / 2.
+// The same for (1 + tanh(sqrt(2 / pi) (h + 0.044715 h^3))) / 2, with one coefficient less. The leading one is negative,
+// so that h^2 is clamped to c^2.
 __device__ __forceinline__ float fast_tanh_cdf(float h) {
   constexpr float kClip = 4.0f;
   const float t = fminf(h * h, kClip * kClip);
