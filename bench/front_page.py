@@ -54,14 +54,14 @@ FEATURES: dict[str, tuple[Change, ...]] = {
     "K and V quantized once (`quantize_kv`)": (_with(precision="int8", kv="kept"),),
     "gradients": (_with(op="attention_backward"),),
     "softmax, layer norm, cross entropy": tuple(_with(op=op) for op in ("softmax", "layer_norm", "cross_entropy")),
-    "rotary embedding by itself (`qflash.rope`)": (_with(op="rope"),),
+    "standalone rotary embedding (`qflash.rope`)": (_with(op="rope"),),
     "linear layers: activations, SwiGLU, residual; gradients": (
         _with(op="linear", activation="gelu"),
         _with(op="linear", activation="swiglu"),
         _with(op="linear_backward", activation="gelu"),
     ),
     'linear layers in INT8 (`linear(precision="int8")`)': (_with(op="linear", precision="int8", activation="gelu"),),
-    "quantize, dequantize, INT8 products": (
+    "quantize, dequantize, INT8 matrix products": (
         _with(op="quantize"),
         _with(op="dequantize"),
         _with(op="linear", precision="int8"),

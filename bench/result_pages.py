@@ -178,11 +178,11 @@ PAGES = (
     ),
     Page(
         "words",
-        "What a word costs",
+        "What each argument costs",
         None,
-        {"words": "With the word and without"},
+        {"words": "With the argument and without"},
         "`return_lse=True` on causal prompts, `batch_invariant=True` on decode steps, and `share_prefix` on sequences "
-        "that begin with the same tokens: each beside the same call without it.",
+        "that begin with the same tokens: each compared with the same call without it.",
     ),
     Page(
         "overhead",

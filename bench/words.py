@@ -138,7 +138,7 @@ def table(machine: str | None = None) -> str:
              f"{100 / row['speedup'][WITHOUT] - 100:+.1f} %"]
             for row in found if row["candidate"] != WITHOUT
         ]  # fmt: skip
-        return tables.markdown(["word", "problem", "without", "with", "time"], tables.unrepeated(lines))
+        return tables.markdown(["argument", "problem", "without", "with", "time"], tables.unrepeated(lines))
 
     return tables.by_machine(NAME, of, "`python -m bench.words` makes them.", machine)
 

@@ -42,7 +42,7 @@ class Registry {
 
   void set_resolver(py::object resolver) { resolver_ = resolver.release(); }
 
-  // Throws std::runtime_error when the key cannot be resolved.
+  // Throws std::runtime_error when the key cannot be resolved, or its kernel takes another struct than `takes`.
   KernelAddresses get(std::string_view key, std::string_view takes) {
     const std::string text(key);
     std::optional<KernelAddresses> kernel = find(text);

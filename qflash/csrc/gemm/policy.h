@@ -6,7 +6,8 @@
 // cut, so that the wave occupies more of the GPU and takes a fraction of the time.
 //
 // The model: all SMs run steps of 128 bytes of k at the rate of the slowest resource, wave after wave of tiles. It is
-// an estimate, in cycles, from a few limits of an H200; nothing in it is exact, and only speed depends on it.
+// an estimate, in cycles, from a few limits of an H200; nothing in it is exact. Speed depends on it and, through the
+// splits, the last bits of floating-point results.
 #pragma once
 
 #include <stdint.h>
@@ -79,7 +80,7 @@ inline double clocks_of(const Problem90& p, const Tile90& tile, int splits, int 
 }
 
 // processors: SMs of the GPU, at least 1. pairs: clusters of large tiles that run on it concurrently, up to half as
-// many. A wrong count costs only time.
+// many. A wrong count costs time, and may change the splits, and so those bits.
 inline Choice90 choose_tile(const Problem90& p, int processors, int pairs) {
   Choice90 best = {false, 1, 0};
   double least = clocks_of(p, kSmallTile, 1, processors, 0);

@@ -50,8 +50,6 @@ class Batcher:
     `submit` and `Request.cancel` may be called from any thread, and from `stream`; `step` and `run` from one thread at
     a time.
 
-    `submit` and `Request.cancel` may come from any thread, and from `stream`; `step` and `run` from one at a time.
-
     Example:
         >>> import torch
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -22,7 +22,8 @@ Tensor = torch.Tensor
 
 
 _ONLY_QFLASH_READS = (
-    "and only qflash reads them; allowed: a PagedCache with a model whose attn_implementation is 'qf' or 'qf_int8' and "
+    "and only qflash reads them; allowed: a PagedCache with a model whose attn_implementation is 'qf', 'qf_int8' or "
+    "'qf_int8_fp8' and "
     "which hands keys and values to the attention function as they are"
 )
 

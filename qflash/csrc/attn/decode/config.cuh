@@ -15,7 +15,7 @@ namespace decode {
 
 constexpr int kMostRows = 64;
 
-// What may be read or written 16 bytes at a time: rows of tensors, and the tables of rope.
+// What is aligned to 16 bytes, and so may be read or written in vectors: rows of tensors, and the tables of rope.
 struct Aligned {
   bool q, k, v, out, rope;
 };

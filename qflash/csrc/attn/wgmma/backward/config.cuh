@@ -17,7 +17,7 @@
 //   kFromDs                   rows are queries, and dS is read from there: only dQ = dS K
 //   kSplits                   dK and dV are accumulated by different consumers
 //   kConsumers                warpgroups that issue MMAs
-//   kPlain                    scores are scale * q . k, without a softcap
+//   kPlain                    scores are scale * q . k with scale > 0, without a softcap
 //   kBlockN, kStages          columns of a tile, and the number of tiles in flight
 //   kProducerRegisters,       multiples of 8, together what the block was launched with
 //   kConsumerRegisters

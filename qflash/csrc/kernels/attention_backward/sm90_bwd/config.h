@@ -10,7 +10,8 @@ namespace sm90_bwd {
 // Which gradients a kernel computes. kQueries recomputes S and dP, kQueriesFromDs reads the dS that kKeys stored.
 enum Of { kKeys, kQueries, kQueriesFromDs };
 
-// kHeadDim: a bucket (64, 96, 128, 192 or 256); the actual head_dim is a run-time argument. kPlain: no softcap.
+// kHeadDim: a bucket (64, 96, 128, 192 or 256); the actual head_dim is a run-time argument. kPlain: no softcap and a
+// scale above 0.
 template <class Element_, int kHeadDim_, Of kOf, bool kPlain_>
 struct Shape {
   using Element = Element_;

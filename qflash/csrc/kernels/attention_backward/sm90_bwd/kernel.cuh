@@ -6,11 +6,12 @@
 //   dV = P^T dO     dK = scale dS^T Q     dQ = scale dS K
 //
 // Launches: copies of what TMA cannot address and of q and k rotated (attn/wgmma/relayout.cuh), delta
-// (attn/backward/delta.cuh), dK and dV, dQ. The last two share a frame (attn/wgmma/backward/): 128 rows are stationary
-// in a block, and tiles of 64 columns are streamed (attn/wgmma/backward/config.cuh has the table). For dK and dV keys
-// are stationary, and the queries of all heads of their group are streamed; for dQ queries are stationary. dS is read
-// from memory, where the kernel of dK and dV stored it, for as many heads as there is memory for
-// (attn/backward/ds_tiles.h); without that memory S and dP are recomputed.
+// (attn/backward/delta.cuh), the gradient of sinks (attn/backward/sinks.cuh), then dK and dV, and dQ from the dS that
+// their kernel stored, for as many heads at a time as there is memory for (attn/backward/ds_tiles.h); without that
+// memory dQ first, from recomputed S and dP, then dK and dV. The last two kernels share a frame (attn/wgmma/backward/):
+// at head_dim 128, 128 rows are stationary in a block (256 for dQ from stored dS), and tiles of 64 columns are streamed
+// (attn/wgmma/backward/config.cuh has the operands). For dK and dV keys are stationary, and the queries of all heads of
+// their group are streamed; for dQ queries are stationary.
 //
 //   dK, dV                                            dQ
 //              queries (streamed)                                keys (streamed)

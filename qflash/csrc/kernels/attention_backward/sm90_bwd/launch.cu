@@ -1,7 +1,7 @@
-// C entry of `sm90_bwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): computes
-// delta and the gradient of sinks, copies what TMA cannot address, then computes dK and dV, and dQ: from the dS that
-// the kernel for dK and dV stores if the workspace has room for it, as many heads at a time as fit; else from
-// recomputed S and dP.
+// C entry of `sm90_bwd`, for one type (-DQF_DTYPE: QF_F16 or QF_BF16) and bucket of head dims (-DQF_HEAD_DIM): copies
+// what TMA cannot address, computes delta and the gradient of sinks, then dK and dV, and dQ from the dS that their
+// kernel stored, as many heads at a time as the workspace has room for. If it has none, dQ comes first, from recomputed
+// S and dP, then dK and dV.
 #include "attn/backward/entry.cuh"
 #include "attn/mma/softmax.cuh"
 #include "attn/plain_scores.h"

@@ -7,7 +7,7 @@
 // offset of the logits costs no accuracy. The second kernel is one block that adds in a fixed order, in double: same
 // input, same bits, no atomics.
 //
-// Roles: a warp per row up to 1024 or 2048 columns, a block beyond (reduce/row_shape.cuh); a row of any length is read
+// Roles: a warp per row up to 1024 columns, a block beyond (reduce/row_shape.cuh); a row of any length is read
 // once. An ignored row is not read at all unless its lse is requested.
 // Shared memory: three planes of 32 words (reduce/block.cuh); none for warps.
 // Bound: memory, reads only. See docs/kernels/reductions.md.

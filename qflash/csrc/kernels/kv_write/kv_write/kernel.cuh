@@ -8,9 +8,9 @@
 // lanes, both by shuffles. A token without a place (place.cuh) is not written, and nothing except new tokens is.
 //
 // Bound: latency, part of which is fetching code that no previous launch has left in a cache: with sixteen channels per
-// thread, int8 pages were twice the code, and 1.6 us slower than pages of 16 bits. For padded tokens, two loads are
-// dependent, first the length, then page and cosines together, and the store depends on these; the loads of k and v are
-// in flight meanwhile.
+// thread, int8 pages had twice the code of pages of 16 bits, and took 1.4 to 1.6 us longer; with eight they have 1.3
+// times the code, and were not timed. For padded tokens, two loads are dependent, first the length, then page and
+// cosines together, and the store depends on these; the loads of k and v are in flight meanwhile.
 #pragma once
 
 #include "kernels/kv_write/kv_write/place.cuh"
