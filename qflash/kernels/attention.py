@@ -71,8 +71,7 @@ ATTENTION: tuple[Kernel, ...] = (
     Kernel(
         name="sm90_int8",
         device="cuda",
-        summary="INT8 QK^T for Hopper: one pass rotates, smooths and quantizes q and k, products by wgmma, PV in 16 "
-        "bits or E4M3",
+        summary="INT8 QK^T for Hopper: one pass rotates, smooths and quantizes q and k, wgmma, PV in 16 bits or E4M3",
         dtypes=HALVES,
         precisions=("int8", "int8_fp8"),
         kvs=("arrays", "kept"),
@@ -111,7 +110,7 @@ ATTENTION: tuple[Kernel, ...] = (
     Kernel(
         name="sm90_fwd",
         device="cuda",
-        summary="FlashAttention for Hopper: tiles by TMA, products by wgmma, softmax under them, warps with roles",
+        summary="FlashAttention for Hopper: tiles by TMA, wgmma, softmax under them, warps with roles",
         dtypes=HALVES,
         kvs=("arrays", "pages", "pages_int8"),
         min_arch=90,
@@ -162,8 +161,8 @@ ATTENTION: tuple[Kernel, ...] = (
     Kernel(
         name="fa_warps",
         device="cuda",
-        summary="fa with whole K and V tiles copied asynchronously: warps meet only where a tile changes hands; no "
-        "rope or packed arrays",
+        summary="fa with whole K and V tiles copied asynchronously: warps synchronize only where a tile is released; "
+        "no rope or packed arrays",
         min_arch=75,
         automatic=False,
         also=one_lesson,
@@ -231,7 +230,7 @@ ATTENTION: tuple[Kernel, ...] = (
         name="sm90_bwd",
         device="cuda",
         summary="gradients for Hopper: dK and dV, and dQ, each summed in registers in a fixed order, tiles by TMA, "
-        "products by wgmma",
+        "wgmma",
         op="attention_backward",
         dtypes=HALVES,
         min_arch=90,
@@ -245,7 +244,7 @@ ATTENTION: tuple[Kernel, ...] = (
     Kernel(
         name="fa_mma_bwd",
         device="cuda",
-        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, dQ from their dS or by itself; "
+        summary="gradients on tensor cores: mma.sync, keys stationary for dK and dV, dQ from stored dS or on its own; "
         "no atomics",
         op="attention_backward",
         dtypes=HALVES,

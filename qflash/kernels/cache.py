@@ -40,14 +40,14 @@ CACHE: tuple[Kernel, ...] = (
     Kernel(
         name="cpu_merge",
         device="cpu",
-        summary="two results of attention on different keys to one, row by row on all cores",
+        summary="attention over two sets of keys merged by lse, row by row on all cores",
         op="merge",
         page="merge",
     ),
     Kernel(
         name="merge",
         device="cuda",
-        summary="two results of attention on different keys to one, four channels a thread",
+        summary="attention over two sets of keys merged by lse, four channels per thread",
         op="merge",
         min_arch=75,
     ),

@@ -30,7 +30,7 @@ LINEAR: tuple[Kernel, ...] = (
     Kernel(
         name="sm90_gemm",
         device="cuda",
-        summary="linear layers for Hopper: tiles by TMA for pairs of blocks, products by wgmma, bias, activation and "
+        summary="linear layers for Hopper: tiles by TMA for pairs of blocks, wgmma, bias, activation and "
         "scales under the next tile's products",
         op="linear",
         precisions=("native", "int8"),
@@ -54,7 +54,7 @@ LINEAR: tuple[Kernel, ...] = (
     Kernel(
         name="gemm_tiled",
         device="cuda",
-        summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 sums a thread",
+        summary="products in float32 on CUDA cores: tiles in shared memory, 8 x 8 accumulators per thread",
         op="linear",
         min_arch=75,
         per_arch=False,
@@ -63,7 +63,7 @@ LINEAR: tuple[Kernel, ...] = (
     Kernel(
         name="gelu_linear_wmma",
         device="cuda",
-        summary="GeLU behind products through WMMA: opaque fragments, sums pass through shared memory; no other "
+        summary="linear + GeLU through WMMA: opaque fragments, accumulators pass through shared memory; no other "
         "activation",
         op="linear",
         dtypes=HALVES,
@@ -87,7 +87,7 @@ LINEAR: tuple[Kernel, ...] = (
     Kernel(
         name="int8_gemm_tiled",
         device="cuda",
-        summary="INT8 product on CUDA cores: tiles in shared memory, four products an instruction (dp4a)",
+        summary="INT8 product on CUDA cores: tiles in shared memory, four multiply-adds per instruction (dp4a)",
         op="linear",
         precisions=("int8",),
         dtypes=(*DTYPES, "int32"),
@@ -98,7 +98,7 @@ LINEAR: tuple[Kernel, ...] = (
     Kernel(
         name="triton_linear",
         device="cuda",
-        summary="linear layers in Triton, 16 bits or INT8 with scales: bias, activation, residual behind the products",
+        summary="linear layers in Triton, 16 bits or INT8 with scales: bias, activation, residual in the epilogue",
         op="linear",
         dtypes=(*HALVES, "float32", "int32"),
         precisions=("native", "int8"),

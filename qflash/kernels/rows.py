@@ -8,14 +8,14 @@ ROWS: tuple[Kernel, ...] = (
     Kernel(
         name="cpu_rope",
         device="cpu",
-        summary="rotary embedding, and the way back, row by row on all cores",
+        summary="rotary embedding and its inverse, row by row on all cores",
         op="rope",
         page="rope",
     ),
     Kernel(
         name="rope",
         device="cuda",
-        summary="rotary embedding, and the way back: whole pairs in a thread, tables read once for four heads",
+        summary="rotary embedding and its inverse: whole pairs in a thread, tables read once for four heads",
         op="rope",
         min_arch=75,
     ),
@@ -47,7 +47,7 @@ ROWS: tuple[Kernel, ...] = (
     Kernel(
         name="triton_softmax",
         device="cuda",
-        summary="in Triton: rows in registers, two reductions; longer rows in two walks",
+        summary="in Triton: rows in registers, two reductions; longer rows in two passes",
         op="softmax",
         backend="triton",
         page="triton",
