@@ -4,12 +4,15 @@ what is compiled."""
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
 import os
 import re
 import sys
 import time
 from collections.abc import Generator
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,22 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def xla_knows(flag: str) -> bool:
+    """Whether the installed XLA has a flag. A process whose XLA_FLAGS has an unknown one ends when JAX starts."""
+    found = find_spec("jaxlib")
+    library = Path(found.origin).with_name("libjax_common.so") if found and found.origin else None
+    if library is None or not library.exists():
+        return False
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+        return text.find(flag.encode()) >= 0
+
+
 if why_no_gpu():
-    # JAX compiles a program for nearly every test of its front end, and LLVM's optimisation would be most of the time.
+    # JAX compiles a program for nearly every test of its front end, and LLVM's optimisation would be most of the time,
+    # then XLA's newer compiler of fused operations on the CPU: with the older one a program takes two thirds.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if "XLA_FLAGS" not in os.environ and xla_knows("xla_cpu_use_fusion_emitters"):
+        os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false"
 
 
 @lru_cache(maxsize=64)
@@ -80,7 +96,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"GPU test: {why}"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Thousands of tests and all that they import are here to stay: collections of garbage need not look at them."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    gc.unfreeze()  # else modules that count what is left when a process ends would name all of it
     if hasattr(session.config, "workeroutput"):  # a worker of pytest-xdist; each collects all tests
         session.config.workeroutput["gpu_tests"] = session.config.stash.get(_gpu_tests_left_out, 0)
 

@@ -26,7 +26,6 @@ from qflash.testing.cuda_units import (
     SELDOM,
     activated,
     hopper_unit,
-    on_hopper,
     other_scores,
 )
 
@@ -149,11 +148,11 @@ def covering() -> list[Unit]:
     """Few units in which every kernel, architecture, dtype and head_dim bucket occurs; test_whole_matrix has all.
 
     Each rung of attention on arrays comes for the first architecture, where tiles pass through registers, the last, and
-    one of 8.0, 8.6 and 8.9 in turn; those of ONE_CODE, decoding, gradients and other kinds of k and v for the first and
-    the last; the operations beside it for two, those of ONE_CODE and AS_ON_HOPPER for Hopper alone. Dtypes and buckets
-    come in turn, a different one first for every kernel. Hopper's own `sm90_fwd` comes for four head dims,
-    `sm90_decode` on arrays and on INT8 pages for two, and those that quantize, which nvcc takes long for, once:
-    Hopper's are those that the other tests here look into."""
+    one of 8.0, 8.6 and 8.9 in turn; INT8, gradients and other kinds of k and v for the first and the last, decoding of
+    arrays for the last; the operations beside it for two; those of ONE_CODE and AS_ON_HOPPER for Hopper alone. Dtypes
+    and buckets come in turn, a different one first for every kernel. Hopper's own `sm90_fwd` comes for four head dims,
+    `sm90_decode` on arrays and on INT8 pages for two, and those that quantize, which nvcc takes long for, once, with a
+    softcap for a small head_dim: Hopper's are those that the other tests here look into."""
     kinds = (("float16", 64), ("float16", 112), ("bfloat16", 256))
     chosen = [cuda.unit_of(dispatch.VARIANTS["sm90_fwd"], *kind, 90) for kind in kinds]
     chosen.append(cuda.unit_of(dispatch.VARIANTS["sm90_fwd_pages"], "float16", 64, 90))  # 32 registers a producer
@@ -162,28 +161,28 @@ def covering() -> list[Unit]:
     full = ("sm90_decode", "sm90_decode_pages_int8")  # all 255 registers
     chosen += [cuda.unit_of(dispatch.VARIANTS[name], "bfloat16", 256, 90) for name in full]
     scored = [row for row in HOPPERS_OWN if row.kernel.per_scores and row.kv == "arrays"]
-    once = {row.kernel.name: row for row in reversed(scored)}.values()  # QK^T is the same in every precision
-    chosen += [other_scores(row.name) for row in once]
-    # Those of the portable kernel come in turn.
+    for row in {row.kernel.name: row for row in reversed(scored)}.values():  # QK^T is the same in every precision
+        small = replace(row.spec(90, "bfloat16", 64), plain_scores=False)
+        chosen.append(other_scores(row.name) if row.precision == "native" else cuda.unit(row.kernel, small))
+    # Those of the portable kernel come in turn. The largest head_dim is compiled soonest, and has no register to spare.
     invariant = [row for row in HOPPERS_OWN if row.kernel.per_batch_invariance and row.kv == "arrays"]
-    chosen += [
-        cuda.unit(row.kernel, replace(row.spec(90, *on_hopper(row.name)), batch_invariant=True)) for row in invariant
-    ]
-    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 90))  # a dtype of products alone
+    chosen += [cuda.unit(row.kernel, replace(row.spec(90, "bfloat16", 256), batch_invariant=True)) for row in invariant]
     chosen += [activated("gemm_tiled", "float32", "swiglu", 80)]
     chosen += [activated("gemm_tiled", "float32", "silu"), activated("gelu_linear_wmma", "float16", "gelu_tanh")]
     for first, row in enumerate(row for row in CUDA_ROWS if row not in HOPPERS_OWN):
         # For 8.0 gemm_mma is what it is for Hopper; Turing has neither its copies nor its wide tiles.
         older = [] if row.name in (*ONE_CODE, *AS_ON_HOPPER) else [75 if row.name == "gemm_mma" else ARCHES[first % 4]]
         if row.kernel.op in ("attention", "attention_backward"):
-            few = row.kv != "arrays" or row.name in ONE_CODE or row.kernel.few_rows or row.kernel.op != "attention"
+            few = row.kv != "arrays" or row.precision == "int8" or row.kernel.op != "attention"
             older = [75] if few else [75, (80, 86, 89)[first % 3]]
+            if row.name in ONE_CODE or (row.kernel.few_rows and row.kv == "arrays"):
+                older = []
         for turn, arch in enumerate(older, start=first):
             if units := units_of(row, arch):
                 chosen.append(units[turn * 5 % len(units)])  # 5: prime to the number of units a variant has
         if row.name not in SELDOM:
             chosen.append(hopper_unit(row.name))
-    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 80))  # a dtype that turns may pass over
+    chosen.append(cuda.unit_of(dispatch.VARIANTS["int8_gemm_tc"], "int32", 0, 80))  # a dtype of products alone
     return list(dict.fromkeys(chosen))
 
 

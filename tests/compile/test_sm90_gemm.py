@@ -1,4 +1,4 @@
-"""`sm90_gemm` compiled by nvcc: its libraries of other activations and types than test_compile.py looks into, that of
+"""`sm90_gemm` compiled by nvcc: its libraries, also of activations and types that test_compile.py leaves out, that of
 `sm90_linear_bwd`, tiles that no library has (tests/emulated/sm90_gemm_shapes.cu), and what its loop over k is made of.
 """
 
@@ -31,6 +31,7 @@ def unit_of(dtype: str, precision: str, activation: str) -> Unit:
 # The instruction of the large tile's products, and how many of it: four for each layout of w, of gradients for each of
 # dx in two layouts and dw.
 UNITS = {
+    "bfloat16": (hopper_unit("sm90_gemm"), "HGMMA.64x256x16.F32.BF16", 8),
     "float16-swiglu": (unit_of("float16", "native", "swiglu"), "HGMMA.64x256x16.F32", 8),
     "bfloat16-gelu": (unit_of("bfloat16", "native", "gelu"), "HGMMA.64x256x16.F32.BF16", 8),
     "int8-int32": (unit_of("int32", "int8", ""), "IGMMA.64x256x32.S8.S8", 4),
@@ -39,7 +40,7 @@ UNITS = {
     "gradients": (hopper_unit("sm90_linear_bwd"), "HGMMA.64x256x16.F32.BF16", 12),
 }
 
-LIKE_OTHERS = ("int8-bfloat16-gelu_tanh", "int8-float32-swiglu")  # in what differs between libraries
+LIKE_OTHERS = ("bfloat16-gelu", "int8-bfloat16-gelu_tanh", "int8-float32-swiglu")  # in what differs between libraries
 
 
 def check_log(entry: Path) -> None:
@@ -82,7 +83,7 @@ def test_libraries(compiled, name):
     assert not {"LDL", "STL", "HMMA", "IMMA"} & {opcode.split(".")[0] for opcode in opcodes}
 
 
-@pytest.mark.parametrize("name", ["bfloat16-gelu", "int8-int32", "gradients"])
+@pytest.mark.parametrize("name", ["bfloat16", "int8-int32", "gradients"])
 def test_a_step_has_its_products_and_little_else(compiled, name):
     """No fence of memory beside the release of a stage, no load, no store, and few instructions: they are issued while
     the products of the step before run, 512 clocks."""

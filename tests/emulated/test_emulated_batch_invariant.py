@@ -117,7 +117,8 @@ def test_as_many_splits_as_there_can_be(gpu, kernel):
 @pytest.mark.parametrize(
     ("kernel", "head_dim"),
     [
-        *((kernel, 256) for kernel in (*DECODE, "sm90_decode_kv", "decode_pages_int8")),
+        *((kernel, 256) for kernel in DECODE),
+        *(pytest.param(kernel, 256, marks=pytest.mark.slow) for kernel in ("sm90_decode_kv", "decode_pages_int8")),
         *(pytest.param(kernel, 128, marks=pytest.mark.slow) for kernel in (*DECODE, "decode_kv")),
     ],
 )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -32,16 +33,24 @@ MASKS = {
 @pytest.mark.parametrize(("head_dim", "dtype"), HEAD_DIMS)
 def test_every_tile_shape_under_every_mask(library, head_dim, dtype, mask):
     """Several work tiles of either kernel for each block, with groups of heads and lengths that no tile divides."""
-    case = Case("tiles", 210, 330, 4, 2, head_dim, dtype=dtype, seed=head_dim, **MASKS[mask])
+    case = Case("tiles", 146, 230, 4, 2, head_dim, dtype=dtype, seed=head_dim, **MASKS[mask])
     check_gradients_of(library, case, KERNEL)
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("head_dim", "dtype"), [(96, "bfloat16"), (128, "float16"), (256, "bfloat16")])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(96, "bfloat16"), (128, "float16"), (256, "float16")])
 def test_every_tile_shape_without_memory_for_dS(library, head_dim, dtype, mask):
     """dQ from S and dP, computed again."""
-    case = Case("again", 210, 330, 4, 2, head_dim, dtype=dtype, seed=head_dim, **MASKS[mask])
+    case = Case("again", 146, 230, 4, 2, head_dim, dtype=dtype, seed=head_dim, **MASKS[mask])
     check_gradients_of(library, case, KERNEL, memory=0)
+
+
+@lru_cache(maxsize=8)
+def in_one_order(library, case: Case, memory: int):
+    """Gradients within the contract."""
+    found = run_gradients(library, case, KERNEL, seed=100, memory=memory)
+    check_gradients(case, *found)
+    return found
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -50,10 +59,8 @@ def test_whoever_is_slow(library, head_dim, memory, seed):
     """Tiles that one consumer skips, work tiles of one step and of many: whichever warp falls behind must miss no phase
     of a barrier, and no turn."""
     case = Case("slow", 300, 400, 3, 1, head_dim, causal=True, dtype="bfloat16", seed=1)
-    want = run_gradients(library, case, KERNEL, seed=100, memory=memory)
     got = run_gradients(library, case, KERNEL, seed=seed, memory=memory)
-    check_same_bits(case, want, got, names=NAMES)
-    check_gradients(case, *want)
+    check_same_bits(case, in_one_order(library, case, memory), got, names=NAMES)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -73,11 +80,11 @@ def test_work_tiles_without_columns(library, head_dim):
 @pytest.mark.parametrize(
     "rope", [Rotary(64), Rotary(128), Rotary(128, True), Rotary(40), Rotary(50, True), Rotary(2), Rotary(12)]
 )
-def test_rope_of_any_width(library, rope):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_rope_of_any_width(library, rope, head_dim):
     """Pairs within a lane, and pairs that meet in shared memory."""
-    for head_dim in (128, 256):
-        case = Case("rope", 90, 150, 2, 1, head_dim, dtype="float16", causal=True, rope=rope)
-        check_gradients_of(library, case, KERNEL)
+    case = Case("rope", 70, 90, 2, 1, head_dim, dtype="float16", causal=True, rope=rope)
+    check_gradients_of(library, case, KERNEL)
 
 
 @pytest.mark.parametrize("value", ["nan", "inf"])

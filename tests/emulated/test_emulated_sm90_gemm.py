@@ -70,6 +70,11 @@ def test_every_shape(check, dtype, w_along, shape, multiprocessors):
 TILES = [(0, 1), (0, 3), (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (3, 1), (3, 2), (3, 5)]
 
 
+def steps(splits: int) -> int:
+    """Steps along k that no number of splits but one divides. The workspace has room for splits of four and more."""
+    return max(11, 4 * splits + 1)
+
+
 def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int, whole: int = 0) -> dict:
     library, arrays, workspace = source("sm90_gemm_shapes.cu"), case.arrays(), poisoned(1 << 26)
     fields = {**case.fields(arrays), "workspace": workspace, "workspace_bytes": workspace.nbytes}
@@ -85,9 +90,10 @@ def run_tile(source, case: GemmCase, tile: int, splits: int, seed: int, whole: i
 @pytest.mark.parametrize(("tile", "splits"), TILES)
 def test_every_tile_and_layout(emulated_source, tile, splits, along):
     """x along m is what a backward pass wants (sm90_linear_bwd); no library of the forward pass has it."""
+    k = 64 * steps(splits)
     for case in (
-        GemmCase(300, 530, 1290, x_along=along[0], w_along=along[1]),
-        GemmCase(136, 264, 1344, x_along=along[0], w_along=along[1], bias="bfloat16"),
+        GemmCase(300, 530, k - 54, x_along=along[0], w_along=along[1]),
+        GemmCase(136, 264, k, x_along=along[0], w_along=along[1], bias="bfloat16"),
     ):
         first = run_tile(emulated_source, case, tile, splits, seed=tile)
         case.check(first)
@@ -97,13 +103,14 @@ def test_every_tile_and_layout(emulated_source, tile, splits, along):
 @pytest.mark.parametrize(("tile", "splits"), TILES)
 def test_every_tile_of_integers(emulated_source, tile, splits):
     """To the bit, however k is cut."""
-    case = GemmCase(300, 530, 2590, "int8")
+    k = 128 * steps(splits)
+    case = GemmCase(300, 530, k - 98, "int8")
     case.check(run_tile(emulated_source, case, tile, splits, seed=splits))
-    case = GemmCase(200, 140, 2560, "int8", "bfloat16", "swiglu", scales="each", bias="float32", pre=True)
+    case = GemmCase(200, 140, k, "int8", "bfloat16", "swiglu", scales="each", bias="float32", pre=True)
     case.check(run_tile(emulated_source, case, tile, splits, seed=splits))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=pytest.mark.slow) if i >= 8 else i for i in range(12)])
 @pytest.mark.parametrize(("tile", "splits"), [(0, 1), (1, 1), (1, 2), (3, 2)])
 def test_whoever_is_slow(emulated_source, tile, splits, seed):
     """Rings that go round several times, tiles without end between them: no phase may be missed, of either block."""
@@ -120,7 +127,7 @@ WHOLE = [(0, (128, 256), 3, 5), (1, (256, 256), 2, 2), (1, (256, 256), 4, 5), (1
 @pytest.mark.parametrize(("tile", "shape", "splits", "whole"), WHOLE)
 def test_whole_tiles_then_splits(emulated_source, tile, shape, splits, whole):
     """Whole tiles have the bits that they have without splits. Those that are cut have theirs in every order."""
-    case = GemmCase(300, 530, 1290, bias="float32", residual=True)
+    case = GemmCase(300, 530, 64 * steps(splits) - 54, bias="float32", residual=True)
     uncut = run_tile(emulated_source, case, tile, 1, seed=0)
     first = run_tile(emulated_source, case, tile, splits, 1, whole)
     case.check(first)
@@ -136,9 +143,10 @@ def test_whole_tiles_then_splits(emulated_source, tile, shape, splits, whole):
 
 @pytest.mark.parametrize(("tile", "shape", "splits", "whole"), WHOLE)
 def test_whole_tiles_of_integers_then_splits(emulated_source, tile, shape, splits, whole):
-    case = GemmCase(300, 530, 2590, "int8")
+    k = 128 * steps(splits)
+    case = GemmCase(300, 530, k - 98, "int8")
     case.check(run_tile(emulated_source, case, tile, splits, 3, whole))
-    case = GemmCase(300, 270, 2560, "int8", "bfloat16", "swiglu", scales="each", bias="float32", pre=True)
+    case = GemmCase(300, 270, k, "int8", "bfloat16", "swiglu", scales="each", bias="float32", pre=True)
     case.check(run_tile(emulated_source, case, tile, splits, 4, whole))
 
 
@@ -267,7 +275,7 @@ def test_extreme_integers(library):
 
 def test_few_rows_are_cut_along_k(library):
     """One row to seventeen, many splits: the same bits whoever comes last, and again with counters that were used."""
-    for m in (1, 2, 16, 17, 63, 64):
+    for m in (1, 2, 16, 17, 64):
         case = GemmCase(m, 200, 4000, bias="float32", multiprocessors=MANY)
         first = None
         for seed in range(3):

@@ -174,7 +174,7 @@ def test_quantized(mesh, case, strategy):
     out, lse = jax.jit(run)(*arrays, inputs.sinks)
     check_contract(case, whole(out), whole(lse, last=True), precision="int8")
     with pytest.raises(NotImplementedError, match=r"forward only|has no backward pass"):
-        jax.grad(lambda q: run(q, *arrays[1:], inputs.sinks)[0].sum())(arrays[0])
+        jax.jit(jax.grad(lambda q: run(q, *arrays[1:], inputs.sinks)[0].sum()))(arrays[0])
 
 
 def collectives(function, *operands) -> dict[str, int]:
@@ -280,8 +280,9 @@ def test_forward_mode_is_refused(mesh, strategy):
 def test_second_derivatives_are_refused(mesh, strategy):
     attend = self_attention(mesh, strategy)
     first = jax.grad(lambda x: (attend(x) ** 2).sum())
+    second = jax.grad(lambda x: (first(x) ** 2).sum())
     with pytest.raises(NotImplementedError, match="attention has no second derivative"):
-        jax.grad(lambda x: (first(x) ** 2).sum())(jnp.ones((1, 16, 4, 16)))
+        jax.jit(second)(jnp.ones((1, 16, 4, 16)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -292,8 +293,17 @@ def test_sequences_of_nothing(mesh, strategy):
             mesh=mesh, in_specs=P(None, "context"), out_specs=P(None, "context"),
         )  # fmt: skip
         x = jnp.zeros((1, 0, 4, 16))
-        out, pull_back = jax.vjp(attend, x, x, x)
+        out, pull_back = jax.vjp(jax.jit(attend), x, x, x)
         assert {y.shape for y in (out, *pull_back(out))} == {x.shape}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_operation_by_operation(strategy):
+    """The bits of the program that is compiled as one. Here XLA compiles each operation alone, which takes seconds:
+    hence two devices, and one program in all other tests."""
+    attend = self_attention(mesh_of(2), strategy)
+    x = jax.random.normal(jax.random.key(0), (1, 8, 4, 16))
+    np.testing.assert_array_equal(attend(x), jax.jit(attend)(x))
 
 
 def test_beside_another_axis():
@@ -303,7 +313,11 @@ def test_beside_another_axis():
     inputs = convert(case.make_inputs(), "jax")
     split = P("data", "context")
     how = {"ranks": 2, "causal": True}
-    dout, _ = case.make_gradients()
+    dout = jnp.asarray(case.make_gradients()[0])
+    want = jax.vjp(
+        lambda q, k, v, sinks: qflash.attention(q, k, v, causal=True, sinks=sinks),
+        inputs.q, inputs.k, inputs.v, inputs.sinks,
+    )[1](dout)  # fmt: skip
     for strategy in STRATEGIES:
         local = partial(parallel.attention, axis_name="context", strategy=strategy, causal=True)
         spread = jax.shard_map(
@@ -312,12 +326,8 @@ def test_beside_another_axis():
         )  # fmt: skip
         arrays = [parallel.shard(x, **how) for x in (inputs.q, inputs.k, inputs.v)]
         out, pull_back = jax.vjp(jax.jit(spread), *arrays, inputs.sinks)
-        *gradients, dsinks = pull_back(parallel.shard(jnp.asarray(dout), **how))
+        *gradients, dsinks = pull_back(parallel.shard(dout, **how))
         check_contract(case, to_numpy(parallel.unshard(out, **how)))
-        want = jax.vjp(
-            lambda q, k, v, sinks: qflash.attention(q, k, v, causal=True, sinks=sinks),
-            inputs.q, inputs.k, inputs.v, inputs.sinks,
-        )[1](jnp.asarray(dout))  # fmt: skip
         for got, expected in zip((*(parallel.unshard(x, **how) for x in gradients), dsinks), want, strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -386,7 +396,7 @@ def test_bad_offsets_that_are_not_known_before_the_program_runs(mesh, offsets):
         out_specs=P("context"),
     )
     with pytest.raises(Exception, match="cu_seqlens"):
-        jax.block_until_ready(attend(x, jnp.array(offsets, jnp.int32)))
+        jax.block_until_ready(jax.jit(attend)(x, jnp.array(offsets, jnp.int32)))
 
 
 def refused(mesh, x, spec: P, words: dict, error: type, text: str) -> None:

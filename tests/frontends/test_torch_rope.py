@@ -83,6 +83,19 @@ def test_compiled_forward_and_backward_give_the_same_bits(name, dynamic):
         assert torch.equal(got, want)
 
 
+def test_inductor_trains():
+    """Between operations of its own, on a part of a projection, as layers have it."""
+    torch.compiler.reset()
+
+    def call(x):
+        return qflash.rope((x * 2).view(2, 6, 3, 32)[..., :16], tables()) * 3
+
+    x, top = drawn(2, 6, 96).requires_grad_(), drawn(2, 6, 3, 16, seed=1)
+    compiled = torch.compile(call, fullgraph=True)
+    torch.testing.assert_close(compiled(x), call(x))
+    torch.testing.assert_close(*(torch.autograd.grad(f(x), x, top)[0] for f in (compiled, call)))
+
+
 def test_compiles_for_any_length():
     torch.compiler.reset()
     graphs = []

@@ -53,6 +53,7 @@ CHOSEN = [
     *((case, strategy) for case in GATHERED for strategy in STRATEGIES[1:]),
     *((case, "ulysses") for case in ULYSSES),
 ]
+OTHERWISE = ("causal", "window", "window_both_ways", "rope_positions", "lens", "packed", "packed_causal")
 by_name = pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
 
 
@@ -78,9 +79,20 @@ def check(case: Case, got: dict) -> None:
     assert got["same"]
 
 
-@pytest.mark.parametrize("placement", ["zigzag", "contiguous"])
-@by_name
+@pytest.mark.parametrize(
+    ("case", "strategy", "placement"),
+    [
+        pytest.param(
+            *(case, strategy, placement),
+            marks=[] if usual == case.causal or case.name in OTHERWISE else pytest.mark.slow,
+        )
+        for case, strategy in CHOSEN
+        for placement, usual in (("zigzag", True), ("contiguous", False))
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_four_ranks(ranks, case, strategy, placement):
+    """Each case with the placement that is its default; some with the other one, too."""
     check(case, ranks.values(torch_ranks.attend, case, strategy, placement)[0])
 
 
@@ -453,13 +465,15 @@ def test_heads_that_do_not_divide(ranks):
 
 # Time -----------------------------------------------------------------------------------------------------------------
 
+PATIENCE = 2.0  # seconds until a rank is given up; what goes well before that takes milliseconds
+
 
 def test_a_group_of_one_rank_costs_next_to_nothing(ranks):
     assert min(ranks.values(torch_ranks.overhead_of_one_rank, 20)) < 5
 
 
 def test_a_rank_that_stays_away_is_an_error_in_time(ranks):
-    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", False, 3.0)
+    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", False, PATIENCE)
     assert not answers[3].error
     for answer in answers[:3]:
         text = r"after \d{1,2}\.\d s: rank \d of 4 .* lost another rank during the comparison"
@@ -468,14 +482,14 @@ def test_a_rank_that_stays_away_is_an_error_in_time(ranks):
 
 def test_groups_that_are_mixed_up(ranks):
     """Nothing but time tells; the errors say which group each rank came with."""
-    answers = ranks.call(torch_ranks.mix_up_groups, 2.0)
+    answers = ranks.call(torch_ranks.mix_up_groups, PATIENCE)
     assert "rank 0 of 2 (the group of ranks 0, 1) lost another rank" in answers[0].text
     for rank in (1, 2, 3):
         assert f"rank {rank} of 4 (the group of ranks 0, 1, 2, 3) lost another rank" in answers[rank].text
 
 
 def test_a_rank_that_leaves_a_ring_is_an_error_in_time(ranks):
-    answers = ranks.call(torch_ranks.lose_a_hop, 3.0)
+    answers = ranks.call(torch_ranks.lose_a_hop, PATIENCE)
     assert answers[3].text == "this rank has stopped"
     for rank in (0, 2):  # which wait for the last, and for one that waits for it
         assert re.search(rf"rank {rank} of 4 .* lost rank \d or \d during a hop of keys and values", answers[rank].text)
@@ -483,6 +497,6 @@ def test_a_rank_that_leaves_a_ring_is_an_error_in_time(ranks):
 
 def test_a_rank_that_ends_is_an_error_in_time(ranks):
     """The last test: there are but three ranks after it."""
-    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", True, 3.0)
+    answers = ranks.call(torch_ranks.wait_for_the_last, "ring", True, PATIENCE)
     assert answers[3].error == "Gone"
     assert all(answer.error == "RuntimeError" and "lost another rank" in answer.text for answer in answers[:3])

@@ -138,11 +138,15 @@ def test_checkpointed_layers():
     check_same(learned(model), want)
 
 
-def test_a_compiled_model():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model(backend):
+    """Inductor takes longer than all other tests here, and compiles rope, linear and swiglu in tests of their own."""
+    torch.compiler.reset()
     model = model_of("llama")
     want = learned(model)[0]
     qf.fuse_layers(model)
-    torch.testing.assert_close(torch.compile(model)(tiny.tokens(), use_cache=False).logits, want, **CLOSE)
+    compiled = torch.compile(model, backend=backend)
+    torch.testing.assert_close(compiled(tiny.tokens(), use_cache=False).logits, want, **CLOSE)
 
 
 def test_a_decoder_of_a_fused_model_gives_the_same_tokens():
