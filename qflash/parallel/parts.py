@@ -7,7 +7,7 @@ each part. Ranks and chunk starts may be traced, so all of this is arithmetic on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from qflash.api import attention, attention_varlen
@@ -63,21 +63,9 @@ class Sequences:
     rope: Rope | None = None  # its positions_q are those of this rank's tokens
     positions_q: Any = None  # [ranks, T] or [ranks, B, T]: given positions of all ranks, if they are needed
     positions_k: Any = None
-    good_offsets: bool = False  # whether their values were checked
+    good_offsets: Any = False  # whether they are valid: True, an array, or False if each part is to check them
     wide: bool = False  # compute results that are merged from float32 arrays, so that they are not rounded before
-    # Of packed sequences, computed once for all parts: on a GPU every part would launch kernels for its own.
-    _are_good: Any = field(init=False, default=True)  # are the offsets valid? True, or an array
-    _by_chunk: Any = field(init=False, default=None)  # [chunks, B + 1]: where sequences begin within each chunk
-
-    def __post_init__(self) -> None:
-        if self.offsets is None:
-            return
-        of, chunk = self.offsets, self.at.chunk
-        if not self.good_offsets:
-            good = (of[0] == 0) & (of[-1] == self.at.length) & (of[1:] >= of[:-1]).all()
-            object.__setattr__(self, "_are_good", good)
-        starts = self.maths.arange(self.at.runs * self.at.ranks, self.like)[:, None] * chunk
-        object.__setattr__(self, "_by_chunk", self._valid_offsets(self.maths.clip(of - starts, 0, chunk)))
+    offsets_by_chunk: Any = None  # [chunks, B + 1]: of `cut_once`
 
     @property
     def token_dim(self) -> int:
@@ -115,7 +103,7 @@ class Sequences:
         q = (run * self.at.chunk, (run + 1) * self.at.chunk)
         offsets = None
         if self.offsets is not None:
-            offsets = self._by_chunk[chunk], self._offsets_until(call.k_end)
+            offsets = self._offsets_in(chunk), self._offsets_until(call.k_end)
         lens, rope = self._lens_until(end), self._rope_of_gathered(rank, q, call.k_end)
         return Part(q, (0, call.k_end), call.window, sinks=True, kv_lens=lens, offsets=offsets, rope=rope)
 
@@ -128,7 +116,7 @@ class Sequences:
         if self.offsets is not None:
             # The last sequence is followed by one without queries, for the keys that no query of the chunk sees.
             tokens = self.maths.arange(1, self.like)
-            ends = ((self._by_chunk[chunk], self.at.chunk), (self._offsets_until(k_end), self.at.length))
+            ends = ((self._offsets_in(chunk), self.at.chunk), (self._offsets_until(k_end), self.at.length))
             offsets = tuple(self.maths.concatenate([x, tokens + last]) for x, last in ends)
             return Part(q, whole, window, sinks=True, offsets=offsets, rope=rope, unseen=True)
         lens = self._lens_until(end)
@@ -218,7 +206,21 @@ class Sequences:
         if self.offsets is None:
             return None
         q_run, k_run = (span[0] // self.at.chunk for span in (piece.q, piece.k))
-        return self._by_chunk[self.at.chunks(rank)[q_run]], self._by_chunk[self.at.chunks(source)[k_run]]
+        return self._offsets_in(self.at.chunks(rank)[q_run]), self._offsets_in(self.at.chunks(source)[k_run])
+
+    def cut_once(self) -> Sequences:
+        """The same, with the offsets within all chunks: on a GPU each part would launch kernels for its own."""
+        starts = self.maths.arange(self.at.runs * self.at.ranks, self.like)[:, None] * self.at.chunk
+        checked = replace(self, good_offsets=self._are_good())
+        found = self.maths.clip(self.offsets - starts, 0, self.at.chunk)
+        return replace(checked, offsets_by_chunk=checked._valid_offsets(found))
+
+    def _offsets_in(self, chunk: Any) -> Any:
+        """Where sequences begin within a chunk; sequences that are elsewhere are empty."""
+        if self.offsets_by_chunk is not None:
+            return self.offsets_by_chunk[chunk]
+        start = chunk * self.at.chunk
+        return self._valid_offsets(self.maths.clip(self.offsets, start, start + self.at.chunk) - start)
 
     def _offsets_until(self, end: Any) -> Any:
         """Where sequences begin within the first `end` tokens; later sequences are empty."""
@@ -227,7 +229,14 @@ class Sequences:
     def _valid_offsets(self, found: Any) -> Any:
         """If any offset of the call is invalid, all of these are -1: clipped, they could be valid, or invalid on some
         ranks only, so that others wait."""
-        return found if self._are_good is True else self.maths.where(self._are_good, found, -1)
+        good = self._are_good()
+        return found if good is True else self.maths.where(good, found, -1)
+
+    def _are_good(self) -> Any:
+        if self.good_offsets is not False:
+            return self.good_offsets
+        of = self.offsets
+        return (of[0] == 0) & (of[-1] == self.at.length) & (of[1:] >= of[:-1]).all()
 
     # Calls ------------------------------------------------------------------------------------------------------------
 

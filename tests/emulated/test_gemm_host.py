@@ -134,7 +134,7 @@ def test_memory_for_splits_is_reserved_where_there_may_be_some(host):
 
 
 # |error|: absolute where the definition is small, relative elsewhere.
-ERRORS = {"": 0.0, "gelu": 4e-5, "gelu_tanh": 3e-7, "silu": 3e-7, "swiglu": 3e-7}
+ERRORS = {"": 0.0, "gelu": 5e-5, "gelu_tanh": 3e-7, "silu": 3e-7, "swiglu": 3e-7}
 ROUNDED_ERRORS = ERRORS | {"gelu_tanh": 8e-5}  # of what is rounded to 16 bits after it
 
 

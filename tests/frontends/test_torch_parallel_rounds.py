@@ -121,9 +121,9 @@ def test_offsets_on_a_gpu_are_cut_by_few_launches():
     offsets = torch.tensor([0, 5, 30, 64], dtype=torch.int32)
     words = check_words("ring", "zigzag", True, None, None, None, None, False, 16)
     with Operations() as ran:
-        of = Sequences(at, words, maths, q, offsets=offsets, longest=40)
+        of = Sequences(at, words, maths, q, offsets=offsets, longest=40).cut_once()
         parts = [part for one in steps_of(of, 3) for part in one]
     assert len(parts) >= 15 and ran.count <= 16
-    wrong = replace(of, offsets=torch.tensor([0, 30, 5, 64], dtype=torch.int32))
+    wrong = Sequences(at, words, maths, q, offsets=torch.tensor([0, 30, 5, 64], dtype=torch.int32)).cut_once()
     cuts = {tuple(x.tolist()) for one in steps_of(wrong, 3) for part in one for x in part.offsets}
     assert cuts == {(-1,) * 4}

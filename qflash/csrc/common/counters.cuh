@@ -3,7 +3,8 @@
 //
 // Two kernels that may run concurrently must not share a counter. Kernels of one stream run in sequence, so a stream
 // keeps the counters it was first given. A captured graph runs whenever it is launched, so it gets counters of its own,
-// which it keeps; but the kernels that one stream captured run in sequence within it, and share them.
+// which it keeps; but the kernels that one stream captured run in sequence within it, and share them. A program that
+// removes dependencies from a captured graph must keep these kernels in sequence.
 // cudaStreamPerThread is a different stream in every thread, and its id is not guaranteed to differ, so it gets none,
 // and its captured kernels share none. Where there are none, or all are taken, the caller provides counters and clears
 // them.
@@ -66,15 +67,17 @@ inline int take_counters(cudaStream_t stream, int wanted, int& first) {
   static CapturedCounters<kStreams * kEach, kAll> captured;
   cudaStreamCaptureStatus capturing;
   unsigned long long capture = 0, id = 0;  // never reused, unlike the addresses of streams
-  cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture);
-  const bool is_captured = error == cudaSuccess && capturing != cudaStreamCaptureStatusNone;
-  if (error == cudaSuccess && stream == cudaStreamPerThread) {
+  if (const cudaError_t error = cudaStreamGetCaptureInfo(stream, &capturing, &capture)) {
+    cudaGetLastError();  // clears the thread's last error
+    return error;
+  }
+  const bool is_captured = capturing != cudaStreamCaptureStatusNone;
+  if (stream == cudaStreamPerThread) {
     if (is_captured) first = captured.take_unshared(wanted);
     return cudaSuccess;
   }
-  if (error == cudaSuccess) error = cudaStreamGetId(stream, &id);
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // clears the thread's last error
+  if (const cudaError_t error = cudaStreamGetId(stream, &id)) {
+    cudaGetLastError();
     return error;
   }
   if (is_captured) {

@@ -1,7 +1,7 @@
 // The activations of activation.cuh in as few instructions as their accuracy allows, for epilogues that stall the
 // tensor cores. NaN and infinities propagate as in activation.cuh.
 //
-//   gelu               within 4e-5 of the definition, absolute: a polynomial, no special functions
+//   gelu               within 5e-5 of the definition, absolute: a polynomial, no special functions
 //   gelu_tanh          for 16-bit results within 8e-5, also by a polynomial; for float32 results as below
 //   silu, swiglu       float32, except for the last bits of ex2 and rcp
 //

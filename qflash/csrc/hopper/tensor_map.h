@@ -65,12 +65,15 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult result = encoded();
-  if (result != CUDA_SUCCESS) {
-    // A thread that has not used the GPU yet has no context: autograd's, for example. Which code says so is not
-    // relied on; a second try costs nothing where the cause is another one.
+  if (result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_VALUE) {
+    // A thread that has not used the GPU yet has no context: autograd's, for example. Several codes may say so.
     int device = 0;
-    if (const cudaError_t error = cudaGetDevice(&device)) return error;
-    if (const cudaError_t error = cudaSetDevice(device)) return error;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess) error = cudaSetDevice(device);
+    if (error != cudaSuccess) {
+      cudaGetLastError();  // clears the thread's last error
+      return error;
+    }
     result = encoded();
   }
   return int(result);  // an error that an earlier kernel left has the same number in cudaError_t

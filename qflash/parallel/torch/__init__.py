@@ -245,7 +245,8 @@ def _sequences(
     longest = min(longest, at.length)
     wide = q.device.type == "cpu"
     known = packed and _is_on_host(given_offsets) and not torch.compiler.is_compiling()
-    return Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=wide, good_offsets=known)
+    of = Sequences(at, words, maths, q, kv_lens, cu_seqlens, longest, rope, wide=wide, good_offsets=known)
+    return of.cut_once() if packed and words.strategy != "ulysses" else of
 
 
 def _is_on_host(x: Any) -> bool:

@@ -49,11 +49,11 @@ int resident_clusters(const Launch& how, int processors, int& count) {
   count = before % kOfEach;
   if (before == 0 || before / kOfEach != processors) {
     auto* const kernel = qf_sm90_gemm_kernel<Config>;
-    if (const int status = allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes)) return status;
     const LaunchConfig with(how);
-    if (cudaOccupancyMaxActiveClusters(&count, kernel, &with.config)) {
+    if (allow_shared_memory(reinterpret_cast<const void*>(kernel), how.shared_bytes) ||
+        cudaOccupancyMaxActiveClusters(&count, kernel, &with.config)) {
       cudaGetLastError();  // clears the thread's last error
-      count = 0;           // on this device from now on, so that a problem has the same bits in every call
+      count = 0;           // from now on, even if the error passes, so that a problem has the same bits in every call
     }
     if (count >= kOfEach) count = kOfEach - 1;
     if (device < kDevices) known[device].store(count + kOfEach * processors, std::memory_order_relaxed);
