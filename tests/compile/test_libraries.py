@@ -12,7 +12,6 @@ import textwrap
 import pytest
 
 from qflash import _native, dispatch
-from qflash.backends import cuda
 from qflash.call.array import Array
 from qflash.call.op import Plan
 from qflash.call.spec import ACTIVATIONS, OP_DTYPES
@@ -315,8 +314,7 @@ def driver_present() -> bool:
 @needs_nvcc
 def test_libraries_name_the_runtime_and_nothing_else_of_cuda(compiled):
     """By its SONAME, so that a library opens beside any framework's own; the driver is looked for at the first call."""
-    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
-    library = compiled(unit) / LIBRARY
+    library = compiled(hopper_unit("unfused")) / LIBRARY
     tools = toolchain.find()
     shared = runtime.find(tools)
     listed = subprocess.run(["readelf", "-d", str(library)], capture_output=True, text=True, check=True).stdout
@@ -327,16 +325,13 @@ def test_libraries_name_the_runtime_and_nothing_else_of_cuda(compiled):
 
 @needs_nvcc
 def test_a_fresh_process_opens_a_library_by_the_cache(compiled, shared_cache):
-    unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
-    compiled(unit)
+    compiled(hopper_unit("unfused"))
     code = f"""
         from pathlib import Path
-        from qflash import dispatch
-        from qflash.backends import cuda
         from qflash.jit.cache import Cache
         from qflash.jit.load import load
-        unit = cuda.unit_of(dispatch.VARIANTS["unfused"], "float32", 32, 90)
-        text = load(unit, Cache(Path({str(shared_cache.root)!r}))).qf_status_text
+        from qflash.testing.cuda_units import hopper_unit
+        text = load(hopper_unit("unfused"), Cache(Path({str(shared_cache.root)!r}))).qf_status_text
         print(text(0) != 0)
     """
     words = [sys.executable, "-c", textwrap.dedent(code)]

@@ -16,7 +16,8 @@ def on_devices(*words: str, seconds: float) -> None:
     """The number of devices is fixed when JAX starts, hence the process of its own."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     path = Path(__file__).with_name("jax_parallel_on_four_devices.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path), *words]
+    without = [word for plugin in ("cacheprovider", "xdist", "hypothesispytest") for word in ("-p", f"no:{plugin}")]
+    command = [sys.executable, "-m", "pytest", "-q", *without, str(path), *words]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=path.parent, timeout=seconds)
     print(done.stdout)

@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def on_ranks(*words: str, seconds: float) -> None:
     """In a process of its own, so that ranks are started once, and not by every worker of pytest-xdist."""
     path = Path(__file__).with_name("torch_on_four_ranks.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(path), *words]
+    without = [word for plugin in ("cacheprovider", "xdist", "hypothesispytest") for word in ("-p", f"no:{plugin}")]
+    command = [sys.executable, "-m", "pytest", "-q", *without, str(path), *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent, timeout=seconds)
     print(done.stdout)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -53,8 +53,12 @@ CHOSEN = [
     *((case, strategy) for case in GATHERED for strategy in STRATEGIES[1:]),
     *((case, "ulysses") for case in ULYSSES),
 ]
-OTHERWISE = ("causal", "window", "window_both_ways", "rope_positions", "lens", "packed", "packed_causal")
+SOME = ("causal", "window_both_ways", "rope_positions", "lens", "packed_causal")  # masks, positions and kinds of arrays
 by_name = pytest.mark.parametrize(("case", "strategy"), CHOSEN, ids=lambda x: getattr(x, "name", x))
+
+
+def slow_unless(chosen: bool) -> list:
+    return [] if chosen else [pytest.mark.slow]
 
 
 @pytest.fixture(scope="session")
@@ -82,10 +86,7 @@ def check(case: Case, got: dict) -> None:
 @pytest.mark.parametrize(
     ("case", "strategy", "placement"),
     [
-        pytest.param(
-            *(case, strategy, placement),
-            marks=[] if usual == case.causal or case.name in OTHERWISE else pytest.mark.slow,
-        )
+        pytest.param(case, strategy, placement, marks=slow_unless(usual == case.causal or case.name in SOME))
         for case, strategy in CHOSEN
         for placement, usual in (("zigzag", True), ("contiguous", False))
     ],
@@ -96,7 +97,11 @@ def test_four_ranks(ranks, case, strategy, placement):
     check(case, ranks.values(torch_ranks.attend, case, strategy, placement)[0])
 
 
-@by_name
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [pytest.param(case, strategy, marks=slow_unless(case.name in SOME)) for case, strategy in CHOSEN],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_two_ranks_of_a_mesh(ranks, case, strategy):
     """Both groups of ranks of one dimension; the placement is the default."""
     check(case, ranks.values(torch_ranks.attend, case, strategy, None, "mesh")[0])
@@ -111,9 +116,17 @@ ON_EIGHT = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("case", ON_EIGHT, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        pytest.param(case, strategy, marks=slow_unless(at % 3 != left_out))
+        for at, case in enumerate(ON_EIGHT)
+        for left_out, strategy in enumerate(STRATEGIES)
+    ],
+    ids=lambda x: getattr(x, "name", x),
+)
 def test_eight_ranks(eight, case, strategy):
+    """Two strategies each, in turn."""
     check(case, eight.values(torch_ranks.attend, case, strategy, None)[0])
 
 

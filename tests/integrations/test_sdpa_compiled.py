@@ -14,8 +14,18 @@ from qflash.testing.torch_sdpa import ORIGINAL, Block, tensors  # noqa: E402
 pytestmark = pytest.mark.usefixtures("pytorch_is_as_it_was")
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"fallback": True, "is_causal": True}], ids=str)
+CAUSAL = {"is_causal": True}
+
+
+@pytest.mark.parametrize(
+    ("words", "dynamic"),
+    [
+        *((words, None) for words in ({}, CAUSAL, {"fallback": True, **CAUSAL})),
+        (CAUSAL, True),
+        *(pytest.param(words, True, marks=pytest.mark.slow) for words in ({}, {"fallback": True, **CAUSAL})),
+    ],
+    ids=str,
+)
 def test_compiled(words, dynamic):
     torch.compiler.reset()
 

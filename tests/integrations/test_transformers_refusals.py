@@ -334,7 +334,7 @@ def compiled(family, **words):
         return torch.compile(model, fullgraph=True, backend="aot_eager")(use_cache=False, **words).logits
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.slow), "gemma3", "gpt2"])
 def test_compiled(family):
     """Nobody looks at a mask while a graph is made, so one graph serves padding of every kind."""
     model, ids = tiny.decoder(family), tiny.tokens()

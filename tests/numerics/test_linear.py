@@ -423,6 +423,7 @@ def test_every_instruction_set(isa):
     if ISAS.index(isa) >= ISAS.index(_native.cpu_isa()) or "QFLASH_CPU_ISA" in os.environ:
         pytest.skip(f"{isa} is what every other test runs, or this machine lacks it")
     chosen = "products or behind or slopes or tails or others or test_gradients or replay or not_finite"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-k", chosen, "-p", "no:cacheprovider", __file__]
+    without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which is slow to import
+    command = [sys.executable, "-m", "pytest", "-q", *without, "-m", "not gpu", "-k", chosen, __file__]
     done = subprocess.run(command, env=os.environ | {"QFLASH_CPU_ISA": isa}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -256,8 +256,9 @@ def test_refusals(name):
 
 @pytest.mark.parametrize("isa", ["avx2", "generic"])
 def test_on_another_instruction_set(isa):
+    without = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]  # which is slow to import
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "test_every_case and cpu and 37", __file__],
+        [sys.executable, "-m", "pytest", "-q", "-x", *without, "-k", "test_every_case and cpu and 37", __file__],
         env={**os.environ, "QFLASH_CPU_ISA": isa},
         capture_output=True,
         text=True,

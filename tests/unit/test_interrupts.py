@@ -58,12 +58,6 @@ _LONG = {
 x, w = (np.broadcast_to(np.ones(shape[1], np.float32), shape) for shape in ((1 << 15, 1 << 16), (1 << 16, 1 << 12)))
 call = lambda: qflash.linear(x, w)
 """,
-    "torch": """
-import torch
-x = torch.ones(1, 1 << 16, 4, 256)
-qflash.attention(*[x[:, :9]] * 3)  # else the interrupt would come into the import of the front end
-call = lambda: qflash.attention(x, x, x)
-""",
     "backward": """
 from qflash.call.prepare import prepare
 from qflash.ops.attention import plan_of_backward
@@ -76,6 +70,13 @@ prepared = prepare(plan_of_backward(runner.problem_of(case, x, "cpu", "cpu"), ar
 call = lambda: runner.launch(prepared, arrays, gradients)
 """,
 }
+_IN_TORCH = """
+import torch
+torch.set_num_threads(1)
+x = torch.ones(1, 1 << 16, 4, 256)
+qflash.attention(*[x[:, :9]] * 3)  # else the interrupt would come into the import of the front end
+call = lambda: qflash.attention(x, x, x)
+"""
 # One that takes most of a second, several times what it takes to send a signal, and what it gives.
 _MIDDLING = """
 y = rng.standard_normal((1, 10000, 4, 128), np.float32)
@@ -91,19 +92,26 @@ def run(code: str, threads: int = 2) -> str:
     return done.stdout
 
 
+_EACH = "for threads in (1, 2): qflash.set_num_threads(threads); print(interrupted(call)); assert works()"
+
+
 @pytest.mark.parametrize("name", _LONG)
 def test_comes_soon_and_leaves_the_engine_whole(name: str) -> None:
-    if name == "torch":
-        pytest.importorskip("torch")
-    each = "for threads in (1, 2): qflash.set_num_threads(threads); print(interrupted(call)); assert works()"
-    assert all(float(line) < SOON for line in run(f"{_LONG[name]}\n{each}", threads=1).split())
+    assert all(float(line) < SOON for line in run(f"{_LONG[name]}\n{_EACH}", threads=1).split())
 
 
-def test_comes_soon_in_autograd() -> None:
+def test_comes_soon_in_pytorch_and_its_autograd() -> None:
     pytest.importorskip("torch")
-    code = "import torch; torch.set_num_threads(1); x = torch.ones(1, 1 << 12, 8, 128, requires_grad=True)\n"
-    code += "loss = qflash.attention(x, x, x).sum(); print(interrupted(loss.backward)); assert works()"
-    assert float(run(code, threads=1)) < SOON
+    code = f"""
+{_IN_TORCH}
+{_EACH}
+qflash.set_num_threads(1)
+x = torch.ones(1, 1 << 12, 8, 128, requires_grad=True)
+loss = qflash.attention(x, x, x).sum()
+print(interrupted(loss.backward)); assert works()
+"""
+    times = [float(line) for line in run(code, threads=1).split()]
+    assert len(times) == 3 and all(time < SOON for time in times)
 
 
 def test_comes_soon_among_busy_python_threads() -> None:
