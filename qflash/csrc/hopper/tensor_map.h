@@ -68,12 +68,8 @@ inline int encode_tensor_map(CUtensorMap& map, const TensorExtents& x, int box_r
   if (result != CUDA_SUCCESS && result != CUDA_ERROR_INVALID_VALUE) {
     // A thread that has not used the GPU yet has no context: autograd's, for example. Several codes may say so.
     int device = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess) error = cudaSetDevice(device);
-    if (error != cudaSuccess) {
-      cudaGetLastError();  // clears the thread's last error
-      return error;
-    }
+    if (const cudaError_t error = cudaGetDevice(&device)) return error;
+    if (const cudaError_t error = cudaSetDevice(device)) return error;
     result = encoded();
   }
   return int(result);  // an error that an earlier kernel left has the same number in cudaError_t
